@@ -42,30 +42,40 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
     cpu = world.device.type == "cpu"
     transport: Transport = "gloo" if cpu else "nccl"
 
-    def weighed(shape: StepShape) -> tuple[tuple[Need, ...], dict[str, dict[str, int]], str | None]:
-        whole = needs(shape, config.edges, transport, cpu)
-        waiting = _waiting(config, shape, whole, transport, cpu)
-        return whole, waiting, next(_lacking(config, world, run, room, process, whole, waiting), None)
+    def weigh(shape: StepShape) -> tuple[tuple[Need, ...], dict[str, dict[str, int]], str | None]:
+        step_needs = needs(shape, config.edges, transport, cpu)
+        waiting = _waiting(config, shape, step_needs, transport, cpu)
+        faults = _lacking(config, world, run, room, process, step_needs, waiting)
+        return step_needs, waiting, next(faults, None)
 
-    shape, is_on_disk = shape_of(config, world.per_node), "disk" in config.home.at.named
-    whole, waiting, fault = weighed(shape)
+    # 1. Weigh the largest step; once more without early updates, if any rank lacks room for it.
+    shape = shape_of(config, world.per_node)
+    is_on_disk = "disk" in config.home.at.named
+    step_needs, waiting, fault = weigh(shape)
     if is_on_disk and any(world.gather_text(fault or "")):
         shape = replace(shape, early=False)
-        whole, waiting, fault = weighed(shape)
+        step_needs, waiting, fault = weigh(shape)
     world.agree(OutOfMemoryError(fault) if fault else None)
 
-    copy_bytes = max(saved_bytes(shape.steps(need.rank)) for need in whole)
-    host_bytes = COPY_ROOM * copy_bytes + (most(whole).device.total if cpu else sum(waiting["host"].values()))
+    # 2. See whether host memory has room for a copy of the state. All ranks of a node share it.
+    need = most(step_needs)
+    copy_bytes = max(saved_bytes(shape.steps(rank_need.rank)) for rank_need in step_needs)
+    host_bytes = COPY_ROOM * copy_bytes
+    host_bytes += need.device.total if cpu else sum(waiting["host"].values())
     lacks_room = host_bytes * world.per_node > host_memory()[1] or (cpu and host_bytes + process > room)
     background = not is_on_disk and not any(world.gather_text("lacks room" * lacks_room))
 
-    need, wait = most(whole), {"host": "in host memory", "disk": "on disk"}
-    told = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
-    peaks = {place: most(whole, place).of(place) for place in wait}
-    told += f"; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in peaks.items() if size)
+    # 3. Say what is needed.
+    text = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
+    text += f"; a rank may have {_gib(room)}"
+    for place, where in (("host", "in host memory"), ("disk", "on disk")):
+        if size := most(step_needs, place).of(place):
+            text += f"; {_gib(size)} lie {where}"
     if not background and not is_on_disk:
-        told += f"; a copy of the state, {_gib(copy_bytes)}, has no room, so training waits while a checkpoint is written"
-    return Admitted(told + "; updates before the norm have no room" * (not shape.early), shape.early, background)
+        text += f"; a copy of the state, {_gib(copy_bytes)}, has no room, so training waits while a checkpoint is written"
+    if not shape.early:
+        text += "; updates before the norm have no room"
+    return Admitted(told=text, early=shape.early, background=background)
 
 
 def _gib(size: int) -> str:
@@ -73,10 +83,16 @@ def _gib(size: int) -> str:
 
 
 def _lacking(
-    config: Config, world: World, run: Path, room: int, process: int, whole: Sequence[Need], waiting: dict[str, dict[str, int]]
+    config: Config,
+    world: World,
+    run: Path,
+    room: int,
+    process: int,
+    step_needs: Sequence[Need],
+    waiting: dict[str, dict[str, int]],
 ) -> Iterator[str]:
-    """What has no room on this rank, place by place, with the arithmetic. `whole`: the needs of the largest step."""
-    need = most(whole)
+    """What has no room on this rank, place by place, with the arithmetic. `step_needs`: the needs of the largest step."""
+    need = most(step_needs)
     if need.device.total + process > room:
         alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
         yield (
@@ -91,18 +107,23 @@ def _lacking(
         yield from _crowded(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
 
 
-def _waiting(config: Config, shape: StepShape, whole: Sequence[Need], transport: Transport, cpu: bool) -> dict[str, dict[str, int]]:
+def _waiting(config: Config, shape: StepShape, step_needs: Sequence[Need], transport: Transport, cpu: bool) -> dict[str, dict[str, int]]:
     """Bytes that a rank keeps in host memory and on disk, by layout; each group's tier is kept while others run."""
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    alone = replace(shape, home_in=HomeTiers())
+    # 1. Offloaded activations of each group, as if it were alone and the state on the device.
+    shape_without_state = replace(shape, home_in=HomeTiers())
+    is_alone = len(config.edges) == 1 and config.home.at == HomeTiers()
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            same = len(config.edges) == 1 and config.home.at == HomeTiers()
-            waiting[place][str(edge.use)] = most(whole if same else needs(alone, [edge], transport, cpu), place).of(place)
-    for place, known in waiting.items():
-        if state := max(0, most(whole, place).of(place) - max(known.values(), default=0)):
-            known["the training state"] = state
+            edge_needs = step_needs if is_alone else needs(shape_without_state, [edge], transport, cpu)
+            waiting[place][str(edge.use)] = most(edge_needs, place).of(place)
+
+    # 2. The rest of what lies there is the state.
+    for place, sizes in waiting.items():
+        rest = most(step_needs, place).of(place) - max(sizes.values(), default=0)
+        if rest > 0:
+            sizes["the training state"] = rest
     return waiting
 
 
@@ -128,9 +149,11 @@ def _room(world: World) -> tuple[int, int]:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(world.device)
         return total, total - free
-    own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
-    sharing = world.gather_text(own).count(own)
-    return min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node), psutil.Process().memory_info().rss
+    control_groups = CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ""
+    identity = f"{socket.gethostname()} {control_groups}"
+    sharing = world.gather_text(identity).count(identity)
+    room = min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node)
+    return room, psutil.Process().memory_info().rss
 
 
 def settle(device: torch.device) -> None:

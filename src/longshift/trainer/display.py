@@ -4,7 +4,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,12 @@ from rich.text import Text
 
 from longshift.layout.layout import format_size
 from longshift.terminal import read_or_not
-from longshift.trainer.metrics import StepMetrics
+from longshift.trainer.metrics import GroupMetrics, StepMetrics
 
 LABEL = 8  # columns of a line's name
 FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE of the seconds so far
-LEAST_GAP_S, GAP_SHARE = 5.0, 0.01
+LEAST_GAP_S = 5.0
+GAP_SHARE = 0.01
 LEAST = ("offload", "groups", "flops", "predicted", "lr", "norm", "skipped", "valid")  # that a line can lack, the first one first
 
 
@@ -37,12 +38,17 @@ class Display:
         latest: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._steps, self._as_json, self._latest, self._clock = steps, as_json, latest, clock
+        self._steps = steps
+        self._as_json = as_json
+        self._latest = latest
+        self._clock = clock
         self._console = console or Console(file=sys.stdout, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not as_json else None
         self._step: StepMetrics | None = None  # on the live line
         self._saved = self._newest()
-        self._kept, self._began_s, self._kept_s = 0, clock(), clock()
+        self._num_kept = 0
+        self._begin_s = clock()
+        self._kept_s = clock()
 
     def __enter__(self) -> Self:
         if self._live:
@@ -59,11 +65,11 @@ class Display:
                 if saved := self._saved_now():
                     self._print(saved)
 
-    def memory(self, told: str) -> None:
+    def memory(self, text: str) -> None:
         """What memory the steps that follow need; on a terminal alone."""
         with read_or_not():
             if self._live:
-                self._console.print(Text("\n".join(named_lines("memory", told, self._console.width))), "")
+                self._console.print(Text("\n".join(named_lines("memory", text, self._console.width))), "")
 
     def show(self, step: StepMetrics) -> None:
         with read_or_not():
@@ -73,7 +79,8 @@ class Display:
             saved = self._saved_now()
             if self._step and (saved or self._stays(self._step)):
                 self._print(fitted(self._step, self._steps, self._console.width))
-                self._kept, self._kept_s = self._kept + 1, self._clock()
+                self._num_kept += 1
+                self._kept_s = self._clock()
             if saved:
                 self._print(saved)
             self._step = step
@@ -81,9 +88,9 @@ class Display:
 
     def _stays(self, step: StepMetrics) -> bool:
         """Whether a step that is over stays above the live line: the first ones, then fewer as the run grows old, and what is not usual."""
-        gap_s = max(LEAST_GAP_S, GAP_SHARE * (self._clock() - self._began_s))
+        gap_s = max(LEAST_GAP_S, GAP_SHARE * (self._clock() - self._begin_s))
         unusual = step.valid_loss is not None or step.skipped or not math.isfinite(step.loss)
-        return self._kept < FIRST or unusual or self._clock() - self._kept_s >= gap_s
+        return self._num_kept < FIRST or unusual or self._clock() - self._kept_s >= gap_s
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line, no_wrap=True, overflow="ellipsis"))
@@ -120,10 +127,12 @@ def fitted(step: StepMetrics, steps: int, width: int) -> str:
         line = "  ".join(words.values())
         if len(line) <= width:
             return line
-    count, left = f"{step.step}/{steps}", _clock((steps - step.step) * step.seconds)
-    rate, memory = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s", _memory(step.memory_bytes)
-    brief = f"step {count}  loss {step.loss:.4f}  {rate}  {memory}  ETA {left}"
-    return brief if len(brief) <= width else f"{count} loss {step.loss:.4g} {rate} {memory} ETA {left}"
+    count = f"{step.step}/{steps}"
+    eta = f"ETA {_clock((steps - step.step) * step.seconds)}"
+    rate = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s"
+    memory = _memory(step.memory_bytes)
+    brief = f"step {count}  loss {step.loss:.4f}  {rate}  {memory}  {eta}"
+    return brief if len(brief) <= width else f"{count} loss {step.loss:.4g} {rate} {memory} {eta}"
 
 
 def _words(step: StepMetrics, steps: int) -> dict[str, str]:
@@ -144,16 +153,31 @@ def _words(step: StepMetrics, steps: int) -> dict[str, str]:
     if step.predicted_seconds is not None and step.band is not None:
         words["predicted"] = f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}"
     if len(step.groups) > 1:
-        exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
-        alone = len({g.layout for g in step.groups}) == 1
-        by_group = ", ".join((f"<= {format_size(g.upto)}" if alone else g.layout) + f" {g.seconds:.2f} s" for g in step.groups)
-        words["groups"] = by_group if alone else f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed"
+        words["groups"] = _group_words(step.groups)
     if any(group.put_bytes for group in step.groups):
-        out, back = (sum(getattr(g, f"{what}_bytes") for g in step.groups) / 2**20 for what in ("put", "fetched"))
-        waited = [g.waited_s for g in step.groups if g.waited_s is not None]
-        words["offload"] = f"offload {out:.0f} MiB out, {back:.0f} MiB in" + (f", {sum(waited):.2f} s waited" if waited else "")
+        words["offload"] = _offload_words(step.groups)
     words["eta"] = f"ETA {_clock((steps - step.step) * step.seconds)}"
-    return words | ({"skipped": "update skipped (fp16 overflow)"} if step.skipped else {})
+    if step.skipped:
+        words["skipped"] = "update skipped (fp16 overflow)"
+    return words
+
+
+def _group_words(groups: Sequence[GroupMetrics]) -> str:
+    """Seconds of each group, by length where one layout computes all, and of switches otherwise."""
+    if len({group.layout for group in groups}) == 1:
+        return ", ".join(f"<= {format_size(group.upto)} {group.seconds:.2f} s" for group in groups)
+    by_group = ", ".join(f"{group.layout} {group.seconds:.2f} s" for group in groups)
+    hidden_s = sum(group.switch_hidden_s for group in groups)
+    exposed_s = sum(group.switch_exposed_s for group in groups)
+    return f"{by_group}; switch {hidden_s:.2f} s hidden, {exposed_s:.2f} s exposed"
+
+
+def _offload_words(groups: Sequence[GroupMetrics]) -> str:
+    put = sum(group.put_bytes for group in groups) / 2**20
+    fetched = sum(group.fetched_bytes for group in groups) / 2**20
+    text = f"offload {put:.0f} MiB out, {fetched:.0f} MiB in"
+    waited_s = [group.waited_s for group in groups if group.waited_s is not None]
+    return text + (f", {sum(waited_s):.2f} s waited" if waited_s else "")
 
 
 def _memory(size: int) -> str:

@@ -29,6 +29,9 @@ from longshift.trainer.corpus import open_tokenizer
 from longshift.trainer.facts import Facts
 from longshift.trainer.stages import stages_of
 
+# Types of a model folder that an export keeps.
+HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def export(config: Config, run: Path, to: Path, precision: WeightFormat | None = None, best: bool = False, merge: bool = False) -> None:
     """Write weights, config.json and the tokenizer that was trained with to the new folder `to`; of a run with adapters, these alone, as a
@@ -43,69 +46,100 @@ def export(config: Config, run: Path, to: Path, precision: WeightFormat | None =
     if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
         raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
     trained = [stage.config for stage in stages_of(config) if stage.begin < saved.step]
-    spec, longest = trained[-1].spec, max(part.data.max_len for part in trained)
+    spec = trained[-1].spec
+    longest = max(part.data.max_len for part in trained)
     if not spec.learned_positions:
         spec = replace(spec, max_positions=max(spec.max_positions, longest))
     source = read_json_object(Path(config.model.path) / "config.json") if config.model.path else {}
-    kept = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16)}
-    named = getattr(torch, FORMATS[precision].compute) if precision else None
+    requested_dtype = getattr(torch, FORMATS[precision].compute) if precision else None
     carried = _carried(config, trained, source, tokenizer)
     weights = _finite(continued(config, saved, Precision.of(config.train.precision).home), saved)
     if spec.lora and not merge:
         if config.model.path is None or config.model.init != "pretrained":
             raise CheckpointError(f"{run} trained adapters of weights that were drawn, which no folder holds: write --merge")
         adapters = ((p.name, weights(p.name, Box.whole(p.shape))) for p in spec.params if not p.frozen)
-        write_adapters(to, spec, adapters, named or torch.float32, str(Path(config.model.path).resolve()), carried)
+        dtype = requested_dtype or torch.float32
+        base_folder = str(Path(config.model.path).resolve())
+        write_adapters(to, spec, adapters, dtype, base_folder, carried)
         return
-    dtype = named or kept.get(source.get("dtype") or source.get("torch_dtype") or "", torch.float32)
-    whole = ((p.name, _merged(spec, p, weights)) for p in spec.base.params)
-    write_folder(to, spec.base, whole, dtype, carried)
+    source_dtype = source.get("dtype") or source.get("torch_dtype") or ""
+    dtype = requested_dtype or HALF_DTYPES.get(source_dtype, torch.float32)
+    # Made one at a time: a second copy of all weights may not fit.
+    tensors = ((p.name, _merged_weight(spec, p, weights)) for p in spec.base.params)
+    write_folder(to, spec.base, tensors, dtype, carried)
 
 
 def _finite(weights: Source, saved: Checkpoint) -> Source:
     """The same weights. Raises CheckpointError at the first that is not finite."""
 
     def read(name: str, box: Box) -> torch.Tensor:
-        found = weights(name, box)
-        if not found.isfinite().all():
+        weight = weights(name, box)
+        if not weight.isfinite().all():
             raise CheckpointError(f"{saved.folder}: the master of {name} is not finite. {saved.older}")
-        return found
+        return weight
 
     return read
 
 
-def _merged(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:
+def _merged_weight(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:
     """A weight, with its adapter's part where it has one: W + scale B A, in at least float32."""
-    found = weights(p.name, Box.whole(p.shape))
-    a, b = (spec.by_name.get(p.name.removesuffix("weight") + end) for end in (A, B))
-    if not (spec.lora and a and b):
-        return found
-    added = torch.mm(*(weights(one.name, Box.whole(one.shape)).double() for one in (b, a))) * spec.lora.scale
-    return (found.double() + (added.mT if spec.fused_qkv else added)).to(torch.promote_types(found.dtype, torch.float32))
+    weight = weights(p.name, Box.whole(p.shape))
+    stem = p.name.removesuffix("weight")
+    a_param = spec.by_name.get(stem + A)
+    b_param = spec.by_name.get(stem + B)
+    if not (spec.lora and a_param and b_param):
+        return weight
+
+    # Computed in float64, so that the weight is rounded once.
+    b = weights(b_param.name, Box.whole(b_param.shape)).double()
+    a = weights(a_param.name, Box.whole(a_param.shape)).double()
+    update = torch.mm(b, a) * spec.lora.scale
+    merged = weight.double() + (update.mT if spec.fused_qkv else update)
+    return merged.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any], tokenizer: Tokenizer) -> Carried:
     """The files beside the tokenizer, the model's settings of generation, and the chat template that was trained with. `trained`:
     configs of the stages; `source`: the config.json that the run began with."""
-    beside = tokenizer.file.parent
-    files = {name: beside / name for name in TOKENIZER_FILES if (beside / name).is_file()} | {"tokenizer.json": tokenizer.file}
-    if config.model.path and (settings := Path(config.model.path) / "generation_config.json").is_file():
-        files[settings.name] = settings
+    # 1. Files.
+    folder = tokenizer.file.parent
+    files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    files["tokenizer.json"] = tokenizer.file
+    if config.model.path:
+        settings = Path(config.model.path) / "generation_config.json"
+        if settings.is_file():
+            files[settings.name] = settings
+
+    # 2. Tokens at which generation stops. A model that was trained on turns ends its own.
     template = _template(config, tokenizer)
     stops = [tokenizer.eos]
-    if template is not None and any(part.format.is_masked for stage in trained for part in stage.data.train):
+    has_turns = any(part.format.is_masked for stage in trained for part in stage.data.train)
+    if template is not None and has_turns:
         with TemplateProcess(template) as process:
             end = tokenizer.core.token_to_id(process.turn_end() or tokenizer.end)
-        stops += [] if end is None else [end]
-    ids = {key: value for key, value in read_json_object(beside / "config.json").items() if key in TOKEN_IDS and value is not None}
-    kept = {key: value for key, value in source.items() if key in CARRIED}
-    return Carried(files, (tokenizer.end, tokenizer.eos), ids, tuple(dict.fromkeys(stops)), kept, template and template.source)
+        if end is not None:
+            stops.append(end)
+
+    # 3. Fields of config.json.
+    tokenizer_config = read_json_object(folder / "config.json")
+    ids = {key: value for key, value in tokenizer_config.items() if key in TOKEN_IDS and value is not None}
+    fields = {key: value for key, value in source.items() if key in CARRIED}
+    return Carried(
+        files,
+        (tokenizer.end, tokenizer.eos),
+        ids,
+        tuple(dict.fromkeys(stops)),
+        fields,
+        template and template.source,
+    )
 
 
 def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template that conversations are written by; None where there is none, or several that a tokenizer_config.json names."""
-    given = Path(config.data.template) if config.data.template else None
-    beside = read_json_object(tokenizer.file.parent / "tokenizer_config.json")
-    if given is None and not (tokenizer.file.parent / TEMPLATE).exists() and not isinstance(beside.get("chat_template"), str):
+    file = Path(config.data.template) if config.data.template else None
+    folder = tokenizer.file.parent
+    tokenizer_config = read_json_object(folder / "tokenizer_config.json")
+    has_template = (folder / TEMPLATE).exists() or isinstance(tokenizer_config.get("chat_template"), str)
+    if file is None and not has_template:
         return None
-    return read_template(given, tokenizer.file, tokenizer.special)
+    return read_template(file, tokenizer.file, tokenizer.special)

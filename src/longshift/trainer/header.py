@@ -44,7 +44,8 @@ class Header:
     """Lines on a terminal, each as soon as it is known. Mutable: the console."""
 
     def __init__(self, console: Console, shown: bool):
-        self._console, self.shown = console, shown
+        self._console = console
+        self.shown = shown
 
     def begin(self, run: Config, file: Path) -> None:
         """What the config alone says."""
@@ -67,8 +68,8 @@ class Header:
                 self._tell(float8=EIGHT_BITS)
             self._tell(layout=layout_told(run, plan), run=f"{folder.shown}: {steps}", resume=folder.resume_command)
 
-    def _tell(self, **told: str) -> None:
-        for name, text in told.items():
+    def _tell(self, **texts: str) -> None:
+        for name, text in texts.items():
             self._print(named_lines(name, text, self._console.width))
 
     def _print(self, lines: Iterable[str]) -> None:
@@ -79,12 +80,18 @@ class Header:
 
 def model_told(run: Config) -> str:
     """The model, its size, and where its weights and its tokenizer come from."""
-    spec, model = run.spec, run.model
-    named = run.data.tokenizer or model.path
-    own = f"a tokenizer of {min(PROJECT_VOCAB, spec.vocab):,} tokens of Python sources"
-    tokenizer = f"tokenizer of {shown_path(named)}" if named else own
+    spec = run.spec
+    model = run.model
+    path = run.data.tokenizer or model.path
+    if path:
+        tokenizer = f"tokenizer of {shown_path(path)}"
+    else:
+        tokenizer = f"a tokenizer of {min(PROJECT_VOCAB, spec.vocab):,} tokens of Python sources"
+    if model.init == "pretrained":
+        origin = f"weights of {shown_path(model.path or '')}"
+    else:
+        origin = f"random weights, from seed {run.train.seed}"
     name = model.preset or Path(model.path or "").name
-    origin = f"weights of {shown_path(model.path or '')}" if model.init == "pretrained" else f"random weights, from seed {run.train.seed}"
     size = f"{_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width}, {spec.vocab:,} tokens"
     return f"{name}: {size}; {origin}; {tokenizer}"
 
@@ -109,9 +116,11 @@ def length_rows(lengths: np.ndarray) -> Iterator[str]:
     """A small histogram of the documents by length; the outermost share a row where there are many."""
     bins = list(histogram(lengths))
     while len(bins) > ROWS:
-        at = 0 if bins[0].documents <= bins[-1].documents else len(bins) - 2
-        few, many = bins[at : at + 2]
-        bins[at : at + 2] = [Bin(few.low, many.high, few.documents + many.documents, few.tokens + many.tokens)]
+        # Merge two bins at the end where there are fewer documents.
+        begin = 0 if bins[0].documents <= bins[-1].documents else len(bins) - 2
+        short, long = bins[begin : begin + 2]
+        merged = Bin(short.low, long.high, short.documents + long.documents, short.tokens + long.tokens)
+        bins[begin : begin + 2] = [merged]
     most_documents = max((bin.documents for bin in bins), default=0)
     for bin in bins:
         bar = "█" * round(BAR * bin.documents / most_documents)
@@ -125,23 +134,25 @@ def layout_told(run: Config, plan: PlanFile | None) -> str:
     text = f"{parts[0].rpartition(': ')[2] if len(parts) == 1 else '; '.join(parts)}, {ranks}"
     if len(run.parts) > 1:
         text += f", in the first of {len(run.parts)} stages"
-    return text + (f"; {why(plan)}" if plan else "")
+    return text + (f"; {plan_reason(plan)}" if plan else "")
 
 
-def why(plan: PlanFile) -> str:
+def plan_reason(plan: PlanFile) -> str:
     """Why the planner chose a layout, in a sentence."""
     facts = plan.facts or {}
-    tried, compared = facts.get("tried") or [], facts.get("candidates")
+    ways = facts.get("tried") or []
+    candidates = facts.get("candidates")
     if plan.chosen is not None and len(plan.choices) > 1:
         return f"layout: auto trained {len(plan.choices)} choices a few steps each, and goes on with this one"
     number = len(plan.trials)
-    if not compared or number >= len(tried):
+    if not candidates or number >= len(ways):
         reason = "layout: auto chose it"
     else:
-        others = [way["seconds"] for way in tried]
-        own = others.pop(number)
-        reason = f"layout: auto compared {compared:,} and predicts {own:.3g} s a step"
-        reason += f", and {min(others):.3g} to {max(others):.3g} s with the others that are tried" if others else ""
+        other_s = [way["seconds"] for way in ways]
+        layout_s = other_s.pop(number)
+        reason = f"layout: auto compared {candidates:,} and predicts {layout_s:.3g} s a step"
+        if other_s:
+            reason += f", and {min(other_s):.3g} to {max(other_s):.3g} s with the others that are tried"
     trials = f"{len(plan.choices)} choices are trained a few steps each, and the fastest goes on"
     return reason if plan.chosen is not None else f"{reason}; {trials}"
 

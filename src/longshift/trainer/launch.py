@@ -34,7 +34,8 @@ from longshift.trainer.run_folder import Cause, RunFolder, as_error, clear_cause
 
 HOST = "127.0.0.1"
 RANKS_A_CORE = 8  # of ranks that compute on cores: enough to try a layout, not to lose the machine
-TOLD, TELLING = "longshift-cause", timedelta(seconds=5)
+CAUSE_KEY = "longshift-cause"  # in the store, followed by the rank
+TELL_TIMEOUT = timedelta(seconds=5)
 POLL_S = 0.5
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
@@ -50,7 +51,8 @@ class _Interrupts:
     `received` signals, and the ranks that it reaches."""
 
     def __init__(self, say: Callable[[str], None]):
-        self.received, self._say = list[int](), say
+        self.received: list[int] = []
+        self._say = say
         self._ranks: Ranks | None = None
 
     def __enter__(self) -> "_Interrupts":
@@ -98,21 +100,23 @@ def launch(
     _check_room(world, crowded)
     allow_files(world)
     clear_causes(folder)
-    listener, secret = socket.create_server((HOST, 0)), new_secret()
+    listener = socket.create_server((HOST, 0))
+    secret = new_secret()
     with listener, _Interrupts(say) as interrupts:
         try:
             parent = os.getpid() if seed is None else seed.pid
             environments = [_environment(listener.getsockname()[1], secret, parent, rank, world) for rank in range(world)]
             store = SealedStore(_store(listener), secret)
             ranks = (Started if seed is None else seed.start)(command, environments, held)
-            told = _watch(ranks, folder, stall_timeout_s, interrupts)
+            causes = _watch(ranks, folder, stall_timeout_s, interrupts)
         except _AtOnce:
             raise KeyboardInterrupt from None
     failed = {rank: code for rank, code in ranks.codes().items() if code}
     if failed:
         if interrupts.received and all(-code == signal.SIGINT for code in failed.values()):
             raise KeyboardInterrupt
-        raise as_error(root_cause(_causes(store, world, folder, told), failed))
+        causes = _gather_causes(store, world, folder, causes)
+        raise as_error(root_cause(causes, failed))
 
 
 def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: _Interrupts) -> list[Cause]:
@@ -156,28 +160,38 @@ def _is_stopped(pid: int) -> bool:
 def tell(cause: Cause) -> None:
     """Tell the launcher of this rank, if it has one, why it fails: what cannot be written to the run folder may be the cause."""
     with suppress(dist.DistError, RuntimeError):  # the launcher is gone
-        if store := launchers_store(TELLING):
-            store.set(f"{TOLD}-{cause.rank}", cause.to_json())
+        if store := launchers_store(TELL_TIMEOUT):
+            store.set(f"{CAUSE_KEY}-{cause.rank}", cause.to_json())
 
 
-def _causes(store: SealedStore, world: int, folder: RunFolder, told: Sequence[Cause]) -> list[Cause]:
-    """Why ranks failed: what the launcher saw, what they told, and what they wrote."""
-    keys = [key for key in (f"{TOLD}-{rank}" for rank in range(world)) if store.check([key])]
-    found = [*told, *(Cause.model_validate_json(store.get(key)) for key in keys)]
-    return found + [cause for cause in read_causes(folder) if cause.rank not in {known.rank for known in found}]
+def _gather_causes(store: SealedStore, world: int, folder: RunFolder, observed: Sequence[Cause]) -> list[Cause]:
+    """Why ranks failed: what the launcher observed, what they told, and what they wrote."""
+    causes = list(observed)
+    for rank in range(world):
+        key = f"{CAUSE_KEY}-{rank}"
+        if store.check([key]):
+            causes.append(Cause.model_validate_json(store.get(key)))
+
+    # What a rank wrote is a copy of what it told, if it could do both.
+    ranks = {cause.rank for cause in causes}
+    return causes + [cause for cause in read_causes(folder) if cause.rank not in ranks]
 
 
 def _check_room(world: int, crowded: bool) -> None:
     """Raises UsageError for more ranks than this machine's cores, or its memory, are made for, where ranks compute on cores."""
-    cores, free = core_count(), host_memory()[1]
+    cores = core_count()
+    free = host_memory()[1]
     if crowded or torch.cuda.is_available():
         return
     instead = "take a layout of fewer ranks, or start them all the same with --crowded"
-    if world > RANKS_A_CORE * cores:
-        raise UsageError(f"{world} ranks on {cores} cores, and at most {RANKS_A_CORE * cores} are started here: {instead}")
-    if world * RANK_BYTES > free:
-        need, there = (f"{size / 2**30:.1f} GiB" for size in (world * RANK_BYTES, free))
-        raise UsageError(f"{world} ranks need {need} before they hold a number, and {there} are free: {instead}")
+    max_ranks = RANKS_A_CORE * cores
+    if world > max_ranks:
+        raise UsageError(f"{world} ranks on {cores} cores, and at most {max_ranks} are started here: {instead}")
+    need = world * RANK_BYTES
+    if need > free:
+        raise UsageError(
+            f"{world} ranks need {need / 2**30:.1f} GiB before they hold a number, and {free / 2**30:.1f} GiB are free: {instead}"
+        )
 
 
 def _store(listener: socket.socket) -> TCPStore:
@@ -213,6 +227,8 @@ def rank_error(error: Exception, rank: int) -> Exception:
         return refused(error)
     if lacks_memory(error) or isinstance(error, torch.OutOfMemoryError):
         return OutOfMemoryError(f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes less")
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL"))):
+    # Backends raise plain RuntimeErrors, which name them, where a connection breaks.
+    is_of_backend = isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
+    if isinstance(error, dist.DistError) or is_of_backend:
         return PeerError(f"rank {rank} lost its peers: {text}")
     return error
