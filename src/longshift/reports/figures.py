@@ -18,8 +18,9 @@ def losses(runs: Sequence[RunReport]) -> go.Figure:
     for run, colour in _coloured(runs):
         figure.add_trace(_line(run.steps, run.series["loss"], f"{_named(run)}training", colour))
         if run.valid:
-            x, y = [row["step"] for row in run.valid], [row["loss"] for row in run.valid]
-            figure.add_trace(_line(x, y, f"{_named(run)}validation", colour, "dash", "lines+markers"))
+            steps = [row["step"] for row in run.valid]
+            valid_losses = [row["loss"] for row in run.valid]
+            figure.add_trace(_line(steps, valid_losses, f"{_named(run)}validation", colour, "dash", "lines+markers"))
     return _titled(figure, "step", "loss, nats a token")
 
 
@@ -66,23 +67,32 @@ def groups(run: RunReport) -> go.Figure:
     """Shares of seconds and of tokens by group of lengths."""
     figure = go.Figure()
     names = [f"up to {format_size(group.upto)}: {group.layout}" for group in run.groups]
-    for what in ("seconds", "tokens", "documents"):
-        values = [getattr(group, what) for group in run.groups]
+    for quantity in ("seconds", "tokens", "documents"):
+        values = [getattr(group, quantity) for group in run.groups]
         total = sum(values) or 1
-        figure.add_trace(go.Bar(x=names, y=[value / total for value in values], name=what))
+        shares = [value / total for value in values]
+        figure.add_trace(go.Bar(x=names, y=shares, name=quantity))
     figure.update_yaxes(tickformat=".0%")
     return _titled(figure, "", "share of the run")
 
 
 def predicted(run: RunReport) -> go.Figure:
     """Seconds of each step beside those that were predicted before it, with the band."""
-    x, said = [row["step"] for row in run.predicted], [row["predicted_seconds"] for row in run.predicted]
-    low, high = ([s * (1 + way * (row["band"] or 0.0)) for s, row in zip(said, run.predicted)] for way in (-1, 1))
+    rows = run.predicted
+    steps = [row["step"] for row in rows]
+    predicted_s = [row["predicted_seconds"] for row in rows]
+    measured_s = [row["seconds"] for row in rows]
+    bands = [row["band"] or 0.0 for row in rows]
+    low_s = [seconds * (1 - band) for seconds, band in zip(predicted_s, bands)]
+    high_s = [seconds * (1 + band) for seconds, band in zip(predicted_s, bands)]
+
+    # The lower edge fills up to the trace before it, which is the upper edge without a line.
     figure = go.Figure()
-    figure.add_trace(go.Scatter(x=x, y=high, line={"width": 0}, showlegend=False, hoverinfo="skip"))
-    figure.add_trace(go.Scatter(x=x, y=low, line={"width": 0}, fill="tonexty", fillcolor="rgba(128,128,128,0.25)", name="band"))
-    figure.add_trace(_line(x, said, "predicted", PALETTE[1], "dash"))
-    figure.add_trace(_line(x, [row["seconds"] for row in run.predicted], "measured", PALETTE[0]))
+    figure.add_trace(go.Scatter(x=steps, y=high_s, line={"width": 0}, showlegend=False, hoverinfo="skip"))
+    grey = "rgba(128,128,128,0.25)"
+    figure.add_trace(go.Scatter(x=steps, y=low_s, line={"width": 0}, fill="tonexty", fillcolor=grey, name="band"))
+    figure.add_trace(_line(steps, predicted_s, "predicted", PALETTE[1], "dash"))
+    figure.add_trace(_line(steps, measured_s, "measured", PALETTE[0]))
     return _titled(figure, "step", "seconds")
 
 

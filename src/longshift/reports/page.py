@@ -64,10 +64,12 @@ def write(runs: Sequence[RunReport], file: Path) -> None:
 
 
 def _sections(runs: Sequence[RunReport]) -> Iterator[list[str]]:
-    one = len(runs) == 1
-    told = [key for key in runs[0].facts if any(run.facts[key] is not None for run in runs)]
-    yield [_table([("", *(run.name for run in runs)), *((key, *(_shown(key, run.facts[key]) for run in runs)) for key in told)])]
-    if not one:
+    is_single = len(runs) == 1
+    head = ("", *(run.name for run in runs))
+    keys = [key for key in runs[0].facts if any(run.facts[key] is not None for run in runs)]
+    rows = [(key, *(_shown(key, run.facts[key]) for run in runs)) for key in keys]
+    yield [_table([head, *rows])]
+    if not is_single:
         yield ["<h2>Settings that differ</h2>", *_differences(runs)]
     yield _drawn("Loss", "Mean over the step's target tokens; validation is of documents that are not trained on.", figures.losses(runs))
     by_length = figures.valid_by_length(runs)
@@ -75,52 +77,59 @@ def _sections(runs: Sequence[RunReport]) -> Iterator[list[str]]:
         yield _drawn("Validation by length", "The last validation, by how long a document is.", by_length)
     else:
         yield _missing("Validation by length", "No run has validated (data.valid, or data.held_out).")
-    for title, told, series, axis, scale in BY_STEP:
-        yield _drawn(title, told, figures.over_steps(runs, series, axis, scale))
+    for title, sentence, series, axis, scale in BY_STEP:
+        yield _drawn(title, sentence, figures.over_steps(runs, series, axis, scale))
     yield _drawn(
         "Memory", "What the process of the fullest rank had at the most, and what its tensors were forecast to need.", figures.memory(runs)
     )
     for run in runs:
-        of = "" if one else f" of {run.name}"
+        owner = "" if is_single else f" of {run.name}"
         peaks = "; ".join(f"{place}: {_size(peak['total'])} in {peak['during']}" for place, peak in run.memory.items())
         yield _drawn(
-            f"Memory by place{of}",
+            f"Memory by place{owner}",
             f"What the ledger says is alive at each peak of rank {run.memory['device']['rank']}. {peaks}.",
             figures.alive(run),
         )
         if run.groups:
             yield [
-                *_drawn(f"Groups of lengths{of}", "Sums over the run; seconds of the slowest rank.", figures.groups(run)),
+                *_drawn(f"Groups of lengths{owner}", "Sums over the run; seconds of the slowest rank.", figures.groups(run)),
                 _group_table(run),
             ]
         else:
-            yield _missing(f"Groups of lengths{of}", "One layout computed all documents.")
+            yield _missing(f"Groups of lengths{owner}", "One layout computed all documents.")
         if run.predicted:
-            yield _drawn(f"Predicted seconds{of}", "What the clock said before each step.", figures.predicted(run))
+            yield _drawn(f"Predicted seconds{owner}", "What the clock said before each step.", figures.predicted(run))
         else:
-            yield _missing(f"Predicted seconds{of}", "The clock was not calibrated for this run: layout: auto does so in its trials.")
+            yield _missing(f"Predicted seconds{owner}", "The clock was not calibrated for this run: layout: auto does so in its trials.")
 
 
-def _drawn(title: str, told: str, figure: go.Figure) -> list[str]:
+def _drawn(title: str, sentence: str, figure: go.Figure) -> list[str]:
+    # "</script>" inside the data would end its element.
     data = json.dumps(json.loads(figure.to_json() or "{}"), allow_nan=False).replace("<", "\\u003c")
-    return [f"<h2>{escape(title)}</h2><p>{escape(told)}</p>", f'<div></div><script type="application/json" class="figure">{data}</script>']
+    return [
+        f"<h2>{escape(title)}</h2><p>{escape(sentence)}</p>",
+        f'<div></div><script type="application/json" class="figure">{data}</script>',
+    ]
 
 
-def _missing(title: str, why: str) -> list[str]:
-    return [f"<h2>{escape(title)}</h2><p>{escape(why)}</p>"]
+def _missing(title: str, reason: str) -> list[str]:
+    return [f"<h2>{escape(title)}</h2><p>{escape(reason)}</p>"]
 
 
 def _differences(runs: Sequence[RunReport]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    rows = [
-        (key, *(json.dumps(run.config.get(key)) for run in runs))
-        for key in keys
-        if len({json.dumps(run.config.get(key)) for run in runs}) > 1
-    ]
+    rows = []
+    for key in keys:
+        values = [json.dumps(run.config.get(key)) for run in runs]
+        if len(set(values)) > 1:
+            rows.append((key, *values))
     if not rows:
         return ["<p>None.</p>"]
-    more = [f"<p>and {len(rows) - MOST_SETTINGS} more</p>"] if len(rows) > MOST_SETTINGS else []
-    return [_table([("", *(run.name for run in runs)), *rows[:MOST_SETTINGS]]), *more]
+    head = ("", *(run.name for run in runs))
+    parts = [_table([head, *rows[:MOST_SETTINGS]])]
+    if len(rows) > MOST_SETTINGS:
+        parts.append(f"<p>and {len(rows) - MOST_SETTINGS} more</p>")
+    return parts
 
 
 def _group_table(run: RunReport) -> str:

@@ -59,10 +59,11 @@ class RunReport(CommandResult):
 
 def read_run(path: Path) -> RunReport:
     """A run folder in numbers. Raises UsageError where it is none, or has no step yet."""
-    config, folder = read_config(path), RunFolder(path)
-    found = {row["step"]: row for row in read_rows(folder.metrics)}  # of a step that was computed again, the last row
+    config = read_config(path)
+    folder = RunFolder(path)
+    by_step = {row["step"]: row for row in read_rows(folder.metrics)}  # of a step that was computed again, the last row
     try:
-        rows = [StepMetrics.from_json(found[step]) for step in sorted(found)]
+        rows = [StepMetrics.from_json(by_step[step]) for step in sorted(by_step)]
     except (TypeError, ValueError, KeyError) as fault:
         raise UsageError(f"{folder.metrics} has a row that no step has written: {fault}") from None
     if not rows:
@@ -82,7 +83,7 @@ def read_run(path: Path) -> RunReport:
         name=str(path),
         facts=_facts(config, folder, rows),
         config=dict(flat(config.model_dump(mode="json"))),
-        steps=sorted(found),
+        steps=sorted(by_step),
         series=series,
         groups=_groups(rows),
         predicted=predicted,
@@ -94,12 +95,14 @@ def read_run(path: Path) -> RunReport:
 def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> dict[str, Any]:
     env = read_json_object(folder.env)
     losses = [row.loss for row in rows if math.isfinite(row.loss)]
-    last, latest = rows[-1], folder.latest
+    last = rows[-1]
+    latest = folder.latest
     plan = read_plan(folder.path)
     usual = sorted(row.tokens_per_s for row in rows if not row.first) or [last.tokens_per_s]
     causes = sorted(folder.errors.glob("rank-*.json"))
     cause = read_json_object(causes[0]).get("message") if causes else None
-    spec, packages = config.spec, env.get("packages") or {}
+    spec = config.spec
+    packages = env.get("packages") or {}
     return {
         "model": config.model.preset or config.model.path,
         "parameters": spec.parameters,
@@ -158,7 +161,7 @@ def _groups(rows: Sequence[StepMetrics]) -> list[GroupSums]:
 def _memory(config: Config) -> dict[str, dict[str, Any]]:
     """What the ledger says of the rank that needs most, by place, in the stage that needs most."""
     needs = [explain(part, gpus=has_gpu()).need for part in config.parts]
-    need = max(needs, key=lambda one: one.device.total)
+    need = max(needs, key=lambda need: need.device.total)
     return {
         place: {"rank": need.rank, "total": peak.total, "during": peak.op, "alive": dict(peak.alive)}
         for place, peak in need.weighed.peaks.items()

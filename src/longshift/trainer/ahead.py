@@ -16,18 +16,23 @@ class Ahead:
     """Batches of steps, each with what the player needs of it. Mutable: the one that is being made."""
 
     def __init__(self, batches: Batches, player: Player):
-        self._batches, self._player = batches, player
+        self._batches = batches
+        self._player = player
         self._coming: tuple[int, Background[tuple[StepBatch, Ready]]] | None = None
 
     def take(self, cursor: int, more: bool) -> tuple[StepBatch, Ready]:
         """The step that begins at a cursor. `more`: whether another follows, which is begun in the background. Raises what drawing this
         step raised."""
-        coming, self._coming = self._coming, None
-        found = coming[1].result() if coming and coming[0] == cursor else self._make(cursor)
+        coming = self._coming
+        self._coming = None
+        if coming and coming[0] == cursor:
+            batch, ready = coming[1].result()
+        else:
+            batch, ready = self._make(cursor)
         if more:
-            after = found[0].next_cursor
-            self._coming = after, Background(lambda: self._make(after))
-        return found
+            next_cursor = batch.next_cursor
+            self._coming = next_cursor, Background(lambda: self._make(next_cursor))
+        return batch, ready
 
     def close(self) -> None:
         """Wait for what is being made. Nobody wants it any more."""

@@ -25,13 +25,14 @@ SHARES = (0.5, 0.9, 0.99, 1.0)
 def open_tokenizer(config: Config) -> tokenizer.Tokenizer:
     """The tokenizer that `data.tokenizer` names, else the model folder's own, else the project's. Raises DataError, also where the
     model's vocabulary does not hold its ids."""
-    named = config.data.tokenizer or config.model.path
-    if named is not None:
-        found = tokenizer.load(named)
+    path = config.data.tokenizer or config.model.path
+    vocab = config.spec.vocab
+    if path is not None:
+        result = tokenizer.load(path)
     else:
-        found = tokenizer.project_tokenizer(config.data.cache, min(PROJECT_VOCAB, config.spec.vocab))
-    found.check_model(config.spec.vocab)
-    return found
+        result = tokenizer.project_tokenizer(config.data.cache, min(PROJECT_VOCAB, vocab))
+    result.check_model(vocab)
+    return result
 
 
 def open_corpus(
@@ -39,25 +40,31 @@ def open_corpus(
 ) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
     """The tokenizer, and the token cache of `sources`, data.train where not given, made now if it is not there; `verify` as in
     `TokenCache.open`. Raises DataError."""
-    found = open_tokenizer(config)
+    corpus_tokenizer = open_tokenizer(config)
     data = config.data
     template = Path(data.template) if data.template else None
-    return found, tokens.build(sources or data.train, found, Path(data.cache), progress, verify, template)
+    cache = tokens.build(sources or data.train, corpus_tokenizer, Path(data.cache), progress, verify, template)
+    return corpus_tokenizer, cache
 
 
 def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | None = None) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
     """`open_corpus` on every rank; collective. Rank 0 makes the cache where it is not there. Then one rank of those that see the same files
     reads them whole, and the others wait for it. Raises LongshiftError, on every rank where one rank has a fault."""
-    fault, found = None, None
-    for turn in (world.rank == 0, world.rank > 0):
+    # 1. Rank 0 opens it first, and may make the cache. Then the others find it there.
+    fault = None
+    corpus = None
+    for is_turn in (world.rank == 0, world.rank > 0):
         try:
-            found = open_corpus(config, verify=False, sources=sources) if turn else found
+            if is_turn:
+                corpus = open_corpus(config, verify=False, sources=sources)
         except LongshiftError as error:
             fault = error
         world.wait_for([0])
         world.agree(fault)
-    assert found is not None
-    cache = found[1]
+    assert corpus is not None
+    _, cache = corpus
+
+    # 2. The same files are verified once.
     if len(set(world.gather_text(cache.fingerprint))) > 1:
         raise DataError(f"{cache.folder}: the tokens are not the same on all ranks: every machine needs the same files of data.train")
     identities = world.gather_text(cache.identity)
@@ -69,13 +76,14 @@ def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | No
         fault = error
     world.wait_for(readers)
     world.agree(fault)
-    return found
+    return corpus
 
 
 def corpus_notes(config: Config, cache: tokens.TokenCache) -> list[str]:
     """What the documents hold and training does not learn, a sentence each: fields that no token shows, answers that `overlong: truncate`
     cuts away whole."""
-    notes, limit = list(cache.notes), config.data.max_len
+    notes = list(cache.notes)
+    limit = config.data.max_len
     if config.data.overlong == "truncate" and cache.learned_tokens is not None:
         longer = (cache.learned(int(number), 1, limit + 1) for number in np.flatnonzero(cache.lengths > limit))
         cut = sum(learned is not None and not learned.any() for learned in longer)
@@ -110,10 +118,13 @@ def survey(config: Config, cache: tokens.TokenCache) -> CorpusFacts:
 
 def _sample(config: Config, cache: tokens.TokenCache) -> list[tuple[str, bool]]:
     """The first document of which a part is not learned, cut at SAMPLE tokens."""
-    masks = (cache.learned(number) for number in range(len(cache)))
-    number, mask = next(((number, mask) for number, mask in enumerate(masks) if mask is not None and not mask.all()), (None, None))
-    if number is None or mask is None:
+    for number in range(len(cache)):
+        mask = cache.learned(number)
+        if mask is not None and not mask.all():
+            break
+    else:
         return []
-    core, ids = open_tokenizer(config).core, cache.tokens(number)[:SAMPLE].tolist()
+    core = open_tokenizer(config).core
+    ids = cache.tokens(number)[:SAMPLE].tolist()
     runs = groupby(zip(ids, mask.tolist()), key=itemgetter(1))
     return [(core.decode([token for token, _ in run], skip_special_tokens=False), bool(learned)) for learned, run in runs]

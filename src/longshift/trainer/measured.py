@@ -33,8 +33,14 @@ def profile_here(world: World) -> Cluster | None:
 
 def clocked(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
     """The clock's seconds of the steps of a run that begin at these cursors."""
-    batches, forecast = Batches.of(config, open_corpus(config, verify=False)[1]), RunForecast(config, cluster)
-    return [forecast.step([len(document.ids) for document in batches.at(cursor).documents]).seconds for cursor in cursors]
+    _, cache = open_corpus(config, verify=False)
+    batches = Batches.of(config, cache)
+    forecast = RunForecast(config, cluster)
+    seconds = []
+    for cursor in cursors:
+        lengths = [len(document.ids) for document in batches.at(cursor).documents]
+        seconds.append(forecast.step(lengths).seconds)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -54,19 +60,25 @@ def measured(run: Path, config: Config) -> list[Measured]:
         raise UsageError(f"{run} has stages, whose steps differ; calibrate by a run without train.stages")
     rows = read_rows(RunFolder(run).metrics)
     now = config.model_dump(mode="json")["layout"]
+
+    # 1. Choose steps, evenly. A step begins at the cursor at which the step before it ended.
     cursors = {row["step"]: row["cursor"] for row in rows} | {0: 0}
     usable = [row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors]
-    chosen = [usable[i] for i in sorted({*np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int).tolist()})]
-    batches = Batches.of(config, open_corpus(config, verify=False)[1])
-    found = []
-    for row in chosen:
+    indices = np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int)
+    selected = [usable[i] for i in sorted({*indices.tolist()})]
+
+    # 2. Read their documents.
+    _, cache = open_corpus(config, verify=False)
+    batches = Batches.of(config, cache)
+    steps = []
+    for row in selected:
         batch = batches.at(cursors[row["step"] - 1])
         if (batch.tokens, batch.next_cursor) == (row["tokens"], row["cursor"]):  # else the config was another one
             lengths = tuple(len(document.ids) for document in batch.documents)
-            found.append(Measured(row["step"], row.get("layout", now), lengths, row["seconds"]))
-    if len(found) < LEAST:
-        raise UsageError(f"{run} has {len(found)} steps to calibrate by, and {LEAST} are needed: train more of them under its config")
-    return found
+            steps.append(Measured(row["step"], row.get("layout", now), lengths, row["seconds"]))
+    if len(steps) < LEAST:
+        raise UsageError(f"{run} has {len(steps)} steps to calibrate by, and {LEAST} are needed: train more of them under its config")
+    return steps
 
 
 @dataclass(frozen=True)
@@ -108,14 +120,23 @@ class Calibrated:
 
 def calibrated(run: Path, config: Config, profile: Cluster) -> Calibrated:
     """What the steps of a run folder say of the cluster that they ran on. Raises UsageError where they are too few."""
-    steps, profile = measured(run, config), replace(profile, calibration=None)
-    layouts = {layout_text(one.layout): config.with_layout(one.layout) for one in steps}
+    steps = measured(run, config)
+    profile = replace(profile, calibration=None)
+    configs = {layout_text(step.layout): config.with_layout(step.layout) for step in steps}
 
     def play(constants: Mapping[str, float]) -> np.ndarray:
-        forecasts = {name: RunForecast(own, profile.moved(constants)) for name, own in layouts.items()}
-        return np.array([forecasts[layout_text(one.layout)].step(one.lengths).seconds for one in steps])
+        forecasts = {}
+        for layout, layout_config in configs.items():
+            forecasts[layout] = RunForecast(layout_config, profile.moved(constants))
+        return np.array([forecasts[layout_text(step.layout)].step(step.lengths).seconds for step in steps])
 
-    fit = by_steps(play, np.array([one.seconds for one in steps]))
+    fit = by_steps(play, np.array([step.seconds for step in steps]))
     errors = tuple(fit.held_back.tolist())
-    told = Calibration(fit.constants, band_of_errors(errors), figures(profile), tuple(layouts), errors)
-    return Calibrated(replace(profile, calibration=told), tuple(steps), fit)
+    calibration = Calibration(
+        fit.constants,
+        band_of_errors(errors),
+        figures(profile),
+        tuple(configs),
+        errors,
+    )
+    return Calibrated(replace(profile, calibration=calibration), tuple(steps), fit)

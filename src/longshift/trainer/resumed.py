@@ -35,12 +35,14 @@ def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> C
         return given
     plan = read(folder.path)
     if plan is not None and plan.home is not None:  # `auto` is what the plan says, with the layout that the run has
-        overrides = [f"home.at={json.dumps(plan.home)}" if one in ("home=auto", "home.at=auto") else one for one in overrides]
+        home = f"home.at={json.dumps(plan.home)}"
+        overrides = [home if text in ("home=auto", "home.at=auto") else text for text in overrides]
     run, different = _compare(given, folder, overrides, say)
     if different:
         say(f"{file} is not what the run in {folder.shown} has; the run's settings stay, where the command line names no other:")
-        for key, (was, now) in different.items():
-            say(f"  {key}: {_told(was)} in the run, {_told(now)} in {file.name}; to change it, write {_override(key, now)}")
+        for key, (old, new) in different.items():
+            values = f"{_shown_value(old)} in the run, {_shown_value(new)} in {file.name}"
+            say(f"  {key}: {values}; to change it, write {_override(key, new)}")
     return run
 
 
@@ -50,9 +52,9 @@ def named(now: Config, say: Say) -> list[str]:
     if not (folder.latest.exists() and folder.config.is_file()):
         return []
     _, different = _compare(now, folder, [], say)
-    for key, (before, after) in different.items():
-        say(f"{key} was {_told(before)} in {folder.shown}, and is {_told(after)} now")
-    return [f"{key}={json.dumps(after)}" for key, (_, after) in different.items()]
+    for key, (old, new) in different.items():
+        say(f"{key} was {_shown_value(old)} in {folder.shown}, and is {_shown_value(new)} now")
+    return [f"{key}={json.dumps(new)}" for key, (_, new) in different.items()]
 
 
 def _compare(given: Config, folder: RunFolder, overrides: Sequence[str], say: Say) -> tuple[Config, dict[str, tuple[Any, Any]]]:
@@ -65,16 +67,26 @@ def _compare(given: Config, folder: RunFolder, overrides: Sequence[str], say: Sa
 def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Config]:
     """Both configs, with one layout and home where the run's are what `auto` of the given one became: of chunks, or of the plan in the
     folder, which the run goes on with."""
-    asked, plan = given.layout, read(folder)
-    if isinstance(asked, AutoLayout):
-        written = run.model_dump(mode="json")
-        made = plan is not None and plan.asked == asked.to_json() and written["layout"] in plan.choices
-        if not made or (plan.home if plan else None) != (written["home"]["at"] if given.home.at.auto else None):
+    request = given.layout
+    plan = read(folder)
+
+    # 1. `layout: auto` stands for a choice of the plan, and `home: auto` for the plan's home.
+    if isinstance(request, AutoLayout):
+        run_values = run.model_dump(mode="json")
+        is_planned = plan is not None and plan.asked == request.to_json() and run_values["layout"] in plan.choices
+        run_home = run_values["home"]["at"] if given.home.at.auto else None
+        if not is_planned or (plan.home if plan else None) != run_home:
             return given, run
-        home = run.home.model_copy(update={"at": given.home.at}) if given.home.at.auto else run.home
-        return given, run.model_copy(update={"layout": asked, "home": home})
-    chosen = tuple(_chosen(*pair) for pair in zip(_edges(given), _edges(run)))
-    if len(_edges(given)) == len(_edges(run)) and chosen == _edges(run):
+        home = run.home
+        if given.home.at.auto:
+            home = home.model_copy(update={"at": given.home.at})
+        return given, run.model_copy(update={"layout": request, "home": home})
+
+    # 2. `chunk-auto` and `recompute-auto` stand for what the run's groups have.
+    given_edges = _edges(given)
+    run_edges = _edges(run)
+    resolved = tuple(_resolve_edge(edge, run_edge) for edge, run_edge in zip(given_edges, run_edges))
+    if len(given_edges) == len(run_edges) and resolved == run_edges:
         return given.model_copy(update={"layout": run.layout}), run
     return given, run
 
@@ -86,31 +98,45 @@ def changes(was: Config, now: Config) -> dict[str, tuple[Any, Any]]:
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
     for key in now:
-        before, after = was.get(key), now[key]
-        if isinstance(before, Mapping) and isinstance(after, Mapping) and before.keys() == after.keys():
-            yield from _differences(before, after, f"{above}{key}.")
-        elif before != after:
-            yield f"{above}{key}", (before, after)
+        old = was.get(key)
+        new = now[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys():
+            yield from _differences(old, new, f"{above}{key}.")
+        elif old != new:
+            yield f"{above}{key}", (old, new)
 
 
 def _edges(config: Config) -> tuple[Edge, ...]:
     return () if isinstance(config.layout, AutoLayout) else config.edges
 
 
-def _chosen(asked: Edge, of_run: Edge) -> Edge:
+def _resolve_edge(edge: Edge, run_edge: Edge) -> Edge:
     """A group whose `chunk-auto` and `recompute-auto` are what the run's group has."""
-    use, was = asked.use, of_run.use
-    if use.chunk == AUTO:
-        use = replace(use, chunk=was.chunk)
-    if use.recompute == "auto":
-        use = replace(use, recompute=was.recompute, kept_blocks=was.kept_blocks, offload=was.offload)
-    return replace(asked, use=use)
+    layout = edge.use
+    run_layout = run_edge.use
+    if layout.chunk == AUTO:
+        layout = replace(layout, chunk=run_layout.chunk)
+    if layout.recompute == "auto":
+        layout = replace(
+            layout,
+            recompute=run_layout.recompute,
+            kept_blocks=run_layout.kept_blocks,
+            offload=run_layout.offload,
+        )
+    return replace(edge, use=layout)
 
 
-def _told(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value) if value is not None else "nothing"
+def _shown_value(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return value if isinstance(value, str) else shown(value)
 
 
 def _override(key: str, value: Any) -> str:
-    text = value if isinstance(value, str) and value.replace(".", "").replace("-", "").replace("/", "").isalnum() else json.dumps(value)
-    return f"{key}={text}" if text.isascii() and " " not in text and '"' not in text else f"'{key}={text}'"
+    text = json.dumps(value)
+    if isinstance(value, str):
+        letters = value.replace(".", "").replace("-", "").replace("/", "")
+        text = value if letters.isalnum() else text
+    # A shell takes it as it stands, or in quotes.
+    is_plain = text.isascii() and " " not in text and '"' not in text
+    return f"{key}={text}" if is_plain else f"'{key}={text}'"

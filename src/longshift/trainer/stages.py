@@ -41,12 +41,16 @@ class Stage:
 
 def stages_of(config: Config) -> Iterator[Stage]:
     """The stages of a run, in order; one where `train.stages` names none."""
-    begin, before = 0, None
-    whole = schedule_of(config)
+    begin = 0
+    previous = None
+    run_schedule = schedule_of(config)
     for number, part in enumerate(config.parts):
-        own = bool(config.train.stages) and "train.lr" in config.train.stages[number]
-        yield Stage(config, part, begin, schedule_of(part, begin) if own else whole, before)
-        begin, before = part.train.steps, part
+        # A stage that names a learning rate has a schedule of its own.
+        has_rate = bool(config.train.stages) and "train.lr" in config.train.stages[number]
+        schedule = schedule_of(part, begin) if has_rate else run_schedule
+        yield Stage(config, part, begin, schedule, previous)
+        begin = part.train.steps
+        previous = part
 
 
 def schedule_of(config: Config, begin: int = 0) -> Schedule:

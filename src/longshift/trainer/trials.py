@@ -32,29 +32,41 @@ PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]  # confi
 def train_trials(config: Config, run: Path, resume: bool, world: World, play: PlaySteps) -> Iterator[StepMetrics]:
     """The steps of a run: of the trials that are left, then of the layout that goes on. Collective; rank 0's file and times count."""
     file = place(run)
-    text = world.gather_text(file.read_text(encoding="utf-8", errors="replace") if world.rank == 0 and file.exists() else "")[0]
+    text = ""
+    if world.rank == 0 and file.exists():
+        text = file.read_text(encoding="utf-8", errors="replace")
+    text = world.gather_text(text)[0]
     plan = parse(text, file) if text else None
     if plan is None or plan.chosen is not None or config.model_dump(mode="json")["layout"] not in plan.choices:
         yield from play(config, resume, None)
         return
     while plan.chosen is None:
-        own, steps = plan.config(config), list[StepMetrics]()
-        for metrics in play(own, resume, STEPS):
+        # 1. Train the trial's steps.
+        trial_config = plan.config(config)
+        steps: list[StepMetrics] = []
+        for metrics in play(trial_config, resume, STEPS):
             steps.append(metrics)
             yield metrics
         if len(steps) < STEPS:  # stopped, or the run's last step
             return
-        told = _seconds(own, steps, world) if world.rank == 0 else None
-        plan = plan.after(*json.loads(world.gather_text(json.dumps(told))[0]))
+
+        # 2. Add its seconds to the plan, alike on all ranks, since each decides what goes on.
+        seconds = _trial_seconds(trial_config, steps, world) if world.rank == 0 else None
+        measured_s, clock_s = json.loads(world.gather_text(json.dumps(seconds))[0])
+        plan = plan.after(measured_s, clock_s)
+
+        # 3. Save the plan; after the last trial, with what the steps say of the machine.
         if world.rank == 0:
-            kept = plan if plan.chosen is None else replace(plan, calibration=_calibration(run, config, world))
+            saved = plan
+            if plan.chosen is not None:
+                saved = replace(plan, calibration=_calibration(run, config, world))
             with written(str(file)):
-                rewrite(file, kept.to_json())
+                rewrite(file, saved.to_json())
         resume = True
     yield from play(plan.config(config), resume, None)
 
 
-def _seconds(config: Config, steps: Sequence[StepMetrics], world: World) -> tuple[list[float], list[float]]:
+def _trial_seconds(config: Config, steps: Sequence[StepMetrics], world: World) -> tuple[list[float], list[float]]:
     """What the steps of a trial but the first took, and what the clock has for their documents; where this machine was not measured, no
     seconds of the clock, which is said."""
     profile = profile_here(world)

@@ -22,7 +22,9 @@ class Validator:
     the stage."""
 
     def __init__(self, config: Config, documents: ValidSet):
-        self.documents, self.how, self.last = documents, config.validation or ValidationConfig(), config.train.steps
+        self.documents = documents
+        self.settings = config.validation or ValidationConfig()
+        self.last_step = config.train.steps
         self.losses: dict[int, float] = {}
         self.begin = 0
 
@@ -36,11 +38,12 @@ class Validator:
         tokens = (config.validation or ValidationConfig()).tokens
         return cls(config, ValidSet.of(cache, data.max_len, data.overlong, tokens, config.train.tokens_per_step, data.held_out or 0.0))
 
-    def remember(self, run: Path, world: World, begin: int, done: int) -> None:
-        """Take the losses of the run's steps up to `done` from its metrics, for a stage that follows step `begin`; collective: rank 0's
-        count."""
+    def remember(self, run: Path, world: World, begin: int, last_step: int) -> None:
+        """Take the losses of the run's steps up to `last_step` from its metrics; collective: rank 0's count.
+
+        `begin`: the step that the stage follows."""
         rows = read_rows(RunFolder(run).metrics) if world.rank == 0 else []
-        losses = [(row["step"], row["valid_loss"]) for row in rows if row["step"] <= done and row.get("valid_loss") is not None]
+        losses = [(row["step"], row["valid_loss"]) for row in rows if row["step"] <= last_step and row.get("valid_loss") is not None]
         self.losses = dict(json.loads(world.gather_text(json.dumps(losses))[0]))
         self.begin = begin
 
@@ -55,17 +58,19 @@ class Validator:
         they are of documents that are cut otherwise."""
         losses = {step: loss for step, loss in self.losses.items() if step > self.begin}
         lowest = min(losses, key=losses.__getitem__)
-        return self.how.patience is not None and sum(step > lowest for step in losses) >= self.how.patience
+        patience = self.settings.patience
+        return patience is not None and sum(step > lowest for step in losses) >= patience
 
     def after(self, metrics: StepMetrics, player: Player) -> StepMetrics:
         """A step with the validation that follows it, if one does; collective. Raises NonFiniteError."""
-        if metrics.step % self.how.every and metrics.step != self.last:
+        if metrics.step % self.settings.every and metrics.step != self.last_step:
             return metrics
-        began = player.world.now()
-        parts = tuple(ValidMetrics(*part) for part in self.documents.losses(partial(score, player=player)))
+        begin_s = player.world.now()
+        rows = self.documents.losses(partial(score, player=player))
+        parts = tuple(ValidMetrics(*row) for row in rows)
         loss = sum(part.loss * part.targets for part in parts) / sum(part.targets for part in parts)
         if not math.isfinite(loss):
             raise NonFiniteError(f"step {metrics.step}: the loss of the validation is {loss}; a lower train.lr is the usual cure")
         self.losses[metrics.step] = loss
-        seconds = player.world.now() - began
+        seconds = player.world.now() - begin_s
         return replace(metrics, valid_loss=loss, valid=parts, valid_seconds=seconds, early=self.patience_is_over)
