@@ -82,7 +82,8 @@ def build_state(
     `folder`: where a home on disk lies, unless the config names a folder for it. `early`: whether
     its units may be updated before the norm.
     """
-    spec, rule = config.spec, config.train.rule
+    spec = config.spec
+    rule = config.train.rule
     precision = Precision.of(config.train.precision)
     source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
     home = Home(
@@ -153,10 +154,12 @@ def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
 def initial(config: Config, dtype: torch.dtype) -> Source:
     """Weights to begin with: of the model folder, and adapters of the folder of PEFT that the config names, or drawn. The adapters'
     folder is opened for the first of them: a run that goes on needs none. Raises CheckpointError for a folder that does not hold them."""
-    drawn, base, model = random_source(config.spec, config.train.seed, dtype), config.spec.base, config.model
+    drawn = random_source(config.spec, config.train.seed, dtype)
+    base = config.spec.base
+    model = config.model
     folder = WeightFolder(Path(model.path), base) if model.path and model.init == "pretrained" else None
-    named = model.lora.init_from if model.lora else None
-    adapters = cache(lambda: AdapterFolder(Path(named or ""), config.spec)) if named else None
+    adapter_path = model.lora.init_from if model.lora else None
+    adapters = cache(lambda: AdapterFolder(Path(adapter_path or ""), config.spec)) if adapter_path else None
 
     def read(name: str, box: Box) -> torch.Tensor:
         if name in base.by_name:

@@ -75,7 +75,9 @@ class Definition(Ops):
 
 def with_adapters(model: Decoder) -> dict[str, Tensor]:
     """The weights that a model computes with, by the names of their parameters: W + alpha / rank B A where a weight has an adapter."""
-    lora, base, weights = model.spec.lora, model.spec.base, dict[str, Tensor]()
+    lora = model.spec.lora
+    base = model.spec.base
+    weights: dict[str, Tensor] = {}
     for number, unit in enumerate(model.units):
         for p in base.of_unit(number):
             weight = getattr(unit, p.role)
@@ -147,7 +149,8 @@ class Comparison:
     and weight, which are additive over boxes and ranks."""
 
     def __init__(self, case: Case, truth: dict[str, Tensor]):
-        self._case, self._truth = case, truth
+        self._case = case
+        self._truth = truth
         self._rows = {p.name: row for row, p in enumerate(case.spec.params)}
         kinds = ("grad-first", "grad-last", "master", *case.rule.moments)
         self._squares = {kind: torch.zeros(2, len(self._rows), dtype=torch.float64) for kind in kinds}
@@ -161,7 +164,8 @@ class Comparison:
                 for kind in self._case.gradient_kinds(step):
                     self._add_gradients(kind, state.home, state.scale.scale if state.scale else 1.0)
 
-        player.after, state.clip = compare_gradients, self._case.clips[step]
+        player.after = compare_gradients
+        state.clip = self._case.clips[step]
         self._losses.append(train_step(state, self._case.batches[step], player, leave=True).loss)
         player.after = None
 
@@ -187,9 +191,12 @@ class Comparison:
             for kind, view in views.items():
                 self._add(kind, name, box, view)
         world = player.world
-        worst = {kind: _largest_ratio(world.everyone.all_reduce(both.to(world.device)).cpu()) for kind, both in self._squares.items()}
+        worst = {}
+        for kind, squares in self._squares.items():
+            worst[kind] = _largest_ratio(world.everyone.all_reduce(squares.to(world.device)).cpu())
         world.forget()
-        losses, true_losses = torch.tensor(self._losses, dtype=torch.float64), self._truth["loss"]
+        losses = torch.tensor(self._losses, dtype=torch.float64)
+        true_losses = self._truth["loss"]
         return {
             "loss": float(((losses - true_losses) / true_losses).abs().max()),
             "grad": max(worst["grad-first"], worst["grad-last"]),

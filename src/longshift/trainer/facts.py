@@ -147,10 +147,11 @@ def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
 
 def changed_moments(facts: Facts | None, config: Config) -> str | None:
     """A word about a run that goes on with moments in another format than its checkpoint holds, else None."""
-    before, now = facts.config.home.moments if facts else config.home.moments, config.home.moments
-    if before == now or not config.train.rule.moments:
+    now = config.home.moments
+    saved = facts.config.home.moments if facts else now
+    if saved == now or not config.train.rule.moments:
         return None
-    return f"moments were {before} and go on as {now}: they are converted, rounded once where {now} has fewer bits"
+    return f"moments were {saved} and go on as {now}: they are converted, rounded once where {now} has fewer bits"
 
 
 def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, Any, Any]]:
@@ -171,22 +172,27 @@ def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, 
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
             "put the old model back, or start a new run from an export of this one"
         )
-    was, precision = facts.config.train.precision, config.train.precision
-    if Precision.of(was).home != Precision.of(precision).home:
+    saved_precision = facts.config.train.precision
+    precision = config.train.precision
+    if Precision.of(saved_precision).home != Precision.of(precision).home:
         raise CheckpointError(
-            f"{saved.folder} keeps its state in {Precision.of(was).home}, train.precision={precision} in {Precision.of(precision).home}: "
-            f"write train.precision={was}, or start a new run from an export of this one"
+            f"{saved.folder} keeps its state in {Precision.of(saved_precision).home}, "
+            f"train.precision={precision} in {Precision.of(precision).home}: "
+            f"write train.precision={saved_precision}, or start a new run from an export of this one"
         )
-    before, rule = facts.config.train.rule, config.train.rule
-    if before.moments != rule.moments:
-        wrote = f"train.optimizer={before.name}" + (f" train.momentum={before.momentum:g}" if before.name == "sgd" else "")
+    saved_rule = facts.config.train.rule
+    rule = config.train.rule
+    if saved_rule.moments != rule.moments:
+        settings = f"train.optimizer={saved_rule.name}"
+        if saved_rule.name == "sgd":
+            settings += f" train.momentum={saved_rule.momentum:g}"
         raise CheckpointError(
-            f"{saved.folder} has the moments of {before}, and {rule} keeps others: write {wrote}, or start a new run from an export of "
-            "this one"
+            f"{saved.folder} has the moments of {saved_rule}, and {rule} keeps others: write {settings}, "
+            "or start a new run from an export of this one"
         )
-    for what, mend in MENDS.items():
-        if getattr(facts.fingerprints, what) != getattr(fingerprints, what):
-            raise CheckpointError(f"the {what} changed since {saved.folder} was written: {mend}")
+    for source, mend in MENDS.items():
+        if getattr(facts.fingerprints, source) != getattr(fingerprints, source):
+            raise CheckpointError(f"the {source} changed since {saved.folder} was written: {mend}")
     saved.expect(config.spec, tuple(facts.config.moments))
     if saved.step > config.train.steps:
         raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")

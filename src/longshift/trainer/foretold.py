@@ -31,7 +31,8 @@ class Foretold:
         """`errors`: measured over predicted seconds, less 1, of the steps so far."""
         self._forecast = RunForecast(config, cluster)
         self._errors = deque(errors, maxlen=RECENT)
-        self._spent_s, self._trained_s = 0.0, 0.0
+        self._spent_s = 0.0
+        self._trained_s = 0.0
         self._said: dict[str, float] = {}
 
     @classmethod

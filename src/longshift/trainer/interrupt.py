@@ -26,7 +26,8 @@ class Interrupt:
     flag."""
 
     def __init__(self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None) -> None:
-        self._asked, self._say = False, say
+        self._asked = False
+        self._say = say
         self._watched = (signal.SIGINT, *not_ignored(also))
         for number in self._watched:
             signal.signal(number, self._on_signal)

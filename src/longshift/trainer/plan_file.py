@@ -55,17 +55,18 @@ class PlanFile:
         """The plan of a file's text. A plan of an earlier version has rates in place of trials, which are dropped: its choice stays, and
         without a choice its ways are tried anew. Raises ValueError, TypeError or KeyError where the text is no plan."""
         try:
-            found = with_current_words(json.loads(text))
+            fields = with_current_words(json.loads(text))
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds {type(found).__name__}, where an object is needed")
-        for name in ("rates", "errors"):
-            found.pop(name, None)
-        trials = (TrialResult(one["typical_s"], tuple(one["measured_s"]), tuple(one["clock_s"])) for one in found.pop("trials", ()))
-        calibration = found.pop("calibration", None)
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds {type(fields).__name__}, where an object is needed")
+        for name in ("rates", "errors"):  # of earlier versions
+            fields.pop(name, None)
+        rows = fields.pop("trials", ())
+        trials = (TrialResult(row["typical_s"], tuple(row["measured_s"]), tuple(row["clock_s"])) for row in rows)
+        calibration = fields.pop("calibration", None)
         plan = cls(
-            **found | {"choices": tuple(found["choices"])},  # pyright: ignore[reportArgumentType]
+            **fields | {"choices": tuple(fields["choices"])},  # pyright: ignore[reportArgumentType]
             trials=tuple(trials),
             calibration=None if calibration is None else Calibration.from_json(calibration),
         )

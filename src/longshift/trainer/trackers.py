@@ -41,7 +41,8 @@ class Tracker:
 
     def __init__(self, folder: Path, project: str):
         """`folder`: of the run. Raises ImportError where the package cannot be imported."""
-        self.folder, self.project = folder, project
+        self.folder = folder
+        self.project = project
         self.library: Any = import_module(self.package)
         self.run: Any = None
 
@@ -128,8 +129,8 @@ class MlflowLog(Tracker):
 
     def _experiment(self) -> str:
         """The experiment's number. Another process may make it at the same time."""
-        if known := self.client.get_experiment_by_name(self.project):
-            return known.experiment_id
+        if experiment := self.client.get_experiment_by_name(self.project):
+            return experiment.experiment_id
         try:
             return self.client.create_experiment(self.project)
         except self.library.MlflowException:
@@ -216,7 +217,9 @@ class _Follower(Thread):
     def __init__(self, tracker_name: str, tracker: Tracker, config: Mapping[str, Any]):
         super().__init__(name=f"longshift tracker {tracker_name}", daemon=True)
         self.rows: SimpleQueue[tuple[int, dict[str, float]] | bool] = SimpleQueue()
-        self._tracker_name, self._tracker, self._config = tracker_name, tracker, config
+        self._tracker_name = tracker_name
+        self._tracker = tracker
+        self._config = config
         self._said = False
         self.start()
 
@@ -234,14 +237,15 @@ class _Follower(Thread):
             when = "at the end"
             self._tracker.finish(row)
         except BaseException as fault:  # of a package that may do anything; what would end the process ends this thread
-            why = str(fault).strip().splitlines()[:1]
-            self.say(f"failed {when}, and the run goes on without it: {': '.join([type(fault).__name__, *why])}")
+            first_line = str(fault).strip().splitlines()[:1]
+            reason = ": ".join([type(fault).__name__, *first_line])
+            self.say(f"failed {when}, and the run goes on without it: {reason}")
 
-    def say(self, what: str) -> None:
-        """Once."""
+    def say(self, text: str) -> None:
+        """Say it, unless something was said before."""
         if not self._said:
             self._said = True
-            say(f"{self._tracker_name} {what}")
+            say(f"{self._tracker_name} {text}")
 
 
 class _Aside:
