@@ -381,12 +381,12 @@ def test_plan_takes_the_home_that_makes_a_step_fastest(devices: str, disk: float
     asked = Task(spec, machine, lengths, 1 << 18, "bf16", machine.devices, homes=tuple(homes))
     found = plan(asked)
     assert str(found.task.home) == best
-    seconds = {str(one.task.home): one.choice.seconds for one in (found, *found.others)}
+    seconds = {str(one.task.home): one.choice.seconds for one in (found, *found.alternatives)}
     assert set(seconds) == ({"device", "host", "disk"} if best == "disk" else {"device", "host"})
     assert found.choice.seconds == min(each for each in seconds.values() if each is not None)
     for home, each in seconds.items():
         alone = plan(replace(asked, home=HomeTiers.parse(home), homes=()))
-        assert (alone.choice.seconds, alone.others) == (each, ())
+        assert (alone.choice.seconds, alone.alternatives) == (each, ())
     told = "\n".join(found.lines())
     tried = [f"  {way}: {way.seconds:.3g} s" for way in found.choice.worth_trying()]
     assert ("layout: auto trains some steps of each of these" in told) == (len(tried) > 1)
