@@ -34,7 +34,7 @@ from longshift.layout.layout import Layout
 from longshift.planner.group_seconds import stalled_s
 from longshift.planner.replay import Replay
 from longshift.planner.search import search
-from longshift.planner.shortlist import Listed, Problem, best_singles, compare
+from longshift.planner.shortlist import Listed, Problem, compare
 from longshift.planner.task import Task
 from longshift.simulate.clock import Clock, GroupPacks, in_visiting_order
 from longshift.simulate.cost import FLASH3, RECOMPUTE, Mesh
@@ -327,7 +327,7 @@ def fastest_single(task: Task) -> Listed:
     """The fastest single layout by rate cards, of those that fit by the ledger of the first and the last stage."""
     problem = Problem.of(task)
     for share in (1.0, 0.9, 0.8, 0.7):
-        for way in best_singles(compare(problem, share * task.budget_bytes)):
+        for way in compare(problem, share * task.budget_bytes).singles:
             layout, shape = way.edges[0].use, task.step_shape(way.edges)
             ranks = {0, layout.world - layout.world // layout.pp}
             if all(shape.weighed(way.edges, rank, "nccl", False).device <= task.budget_bytes for rank in ranks):

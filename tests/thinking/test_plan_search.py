@@ -151,7 +151,7 @@ def of_bound(
 
 
 def test_plan_bound_is_never_above_the_ledger_and_near_it():
-    found = of_bound(range(40))
+    found = of_bound(range(120))
     assert max(found) <= 1
     assert np.median(found) > 0.9
 
@@ -160,21 +160,21 @@ def test_plan_bound_is_never_above_the_ledger_and_near_it():
     "switches", [{"qk_norm_whole": True, "norm_place": "after"}, {"fused": True, "rotary": 8}, {"residual_scale": 0.2}]
 )
 def test_plan_bound_holds_for_models_of_other_families(switches: dict):
-    found = of_bound(range(12), **switches)
+    found = of_bound(range(30), **switches)
     assert max(found) <= 1
     assert np.median(found) > 0.85
 
 
 @pytest.mark.parametrize("wire", [Wire("bf16"), Wire("float8", "float8")], ids=str)
 def test_plan_bound_holds_with_fewer_bits_on_the_wire(wire: Wire):
-    found = of_bound(range(30), wire)
+    found = of_bound(range(60), wire)
     assert max(found) <= 1
     assert np.median(found) > 0.85
 
 
 @pytest.mark.parametrize("home", ["host", "disk", {"device": "8M", "host": "rest"}], ids=str)
 def test_plan_bound_holds_for_homes_outside_the_device(home: object):
-    found = of_bound(range(30), home=HomeTiers.parse(home))
+    found = of_bound(range(60), home=HomeTiers.parse(home))
     assert max(found) <= 1
     assert np.median(found) > 0.6  # a window of states, and masters on their way, are not counted
 
@@ -182,7 +182,7 @@ def test_plan_bound_holds_for_homes_outside_the_device(home: object):
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_plan_bound_of_several_groups_holds(home: str):
     found = []
-    for seed in range(30):
+    for seed in range(60):
         rng = random.Random(seed)
         spec, world = rng.choice([ODD, SMALL, TIED, LARGE]), rng.choice([2, 4, 8])
         known = enumerate_layouts(spec, world, {"order": ["1f1b", "gpipe"]}).candidates
@@ -502,7 +502,7 @@ def test_plan_groups_of_one_cut_gather_and_reduce_once():
     task = Task(SMALL, cluster("2x4xa100-40"), Lengths(*some_lengths(longest=1 << 14)), 1 << 21, "bf16", 8)
     listed, replay = shortlist(compare(Problem.of(task), task.budget_bytes)), Replay(task)
     near = {way.edges: way.seconds / replay.mean_second(way.edges) for way in listed}
-    assert all(0.85 < ratio < 1.08 for ratio in near.values())
+    assert all(0.85 < ratio < 1.05 for ratio in near.values())
     assert any(len(edges) > 1 and one_cut(edges) for edges in near)
 
 

@@ -47,6 +47,10 @@ class Load:
     fourths: np.ndarray
     longest: np.ndarray
 
+    def take(self, index: np.ndarray | slice) -> "Load":
+        """Those of some of the groups."""
+        return Load(**{name: values[index] for name, values in vars(self).items()})
+
     @property
     def probability(self) -> np.ndarray:
         """That a step has a document of the group."""
@@ -69,8 +73,7 @@ def group_seconds(cost: Cost, at: Candidates, capacity: np.ndarray | float, load
     group, once = np.zeros(shape), np.zeros(shape)
     for start in range(0, len(at), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        load_part = Load(**{name: values[part] for name, values in vars(load).items()})
-        group[part], once[part] = _group_seconds(cost, at.take(part), capacity[part], load_part)
+        group[part], once[part] = _group_seconds(cost, at.take(part), capacity[part], load.take(part))
     return GroupSeconds(group, once)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from longshift.errors import UsageError
 from longshift.planner.remedies import remedies
 from longshift.planner.replay import Replay, Way, one_cut
-from longshift.planner.shortlist import CandidateTable, Problem, Rival, best_singles, compare, shortlist, too_large
+from longshift.planner.shortlist import CandidateTable, Problem, Rival, compare, shortlist, too_large
 from longshift.planner.siblings import first_of_meshes, plainness
 from longshift.planner.streaming import streamed_layouts
 from longshift.planner.task import Task
@@ -152,7 +152,7 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
 
 def _named(table: CandidateTable, single: bool = False) -> list[tuple[Edge, ...]]:
     """Of a shortlist the first NAMED ways, as many of one cut of the weights, and the first NAMED_SINGLES of one layout."""
-    listed = [way.edges for way in (best_singles(table) if single else shortlist(table))]
+    listed = [way.edges for way in (table.singles if single else shortlist(table))]
     of_one_cut = [edges for edges in listed if len(edges) > 1 and one_cut(edges)]
     singles = [edges for edges in listed if len(edges) == 1]
     return list(dict.fromkeys([*listed[:NAMED], *of_one_cut[:NAMED], *singles[:NAMED_SINGLES]]))
@@ -184,5 +184,4 @@ def _refused(table: CandidateTable) -> dict[str, int]:
 
 
 def _rivals(table: CandidateTable) -> tuple[Rival, ...]:
-    singles = best_singles(table)
-    return too_large(table, singles[0].seconds, MOST_RIVALS) if singles else ()
+    return too_large(table, table.singles[0].seconds, MOST_RIVALS) if table.singles else ()

@@ -10,6 +10,7 @@ looks at siblings (`planner.siblings`) find most of these.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from longshift.planner.memory_bound import Training, device_bytes
 from longshift.planner.task import Task
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
+from longshift.weigh.needs import micros_weighed
 from longshift.workload.groups import Edge
 
 KEY_RATIO = 4  # of neighbouring key lengths, at least
@@ -61,9 +63,8 @@ class Problem:
     def bytes(self, at: Candidates, capacity: np.ndarray | float) -> np.ndarray:
         """Bytes that a device needs at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
         task = self.task
-        full = np.maximum(1, np.ceil(task.tokens_per_step / (np.asarray(capacity) * at.dp)))
-        under_way = np.minimum(full, 2 * at.pp * at.virtual + 1)  # as `weigh.needs.micros_of`
-        micros = np.where(at.order == ORDERS.index("1f1b"), under_way, full).astype(np.int64)
+        is_1f1b = at.order == ORDERS.index("1f1b")
+        micros = micros_weighed(task.tokens_per_step, capacity * at.dp, at.pp * at.virtual, is_1f1b)
         return device_bytes(self.training, at, capacity, micros)
 
     def seconds(self, at: Candidates, capacity: np.ndarray | float, load: Load) -> GroupSeconds:
@@ -91,6 +92,11 @@ class CandidateTable:
     @property
     def candidates(self) -> Candidates:
         return self.problem.known.candidates
+
+    @cached_property
+    def singles(self) -> list["Listed"]:
+        """The best single layout of each mesh that fits the longest documents, fastest first."""
+        return _best_singles(self)
 
     @property
     def too_large(self) -> int:
@@ -135,28 +141,28 @@ def _key_edges(edges: np.ndarray) -> np.ndarray:
     return np.array(keys[::-1])
 
 
-def shortlist(comparison: CandidateTable) -> list[Listed]:
+def shortlist(table: CandidateTable) -> list[Listed]:
     """The best ways by rate cards, fastest first: single layouts of different meshes, assignments to any layouts, and assignments to
     layouts that cut the weights alike, which switch no weights."""
-    singles = best_singles(comparison)
+    singles = table.singles
     if not singles:
         return []
     uses = [way.edges[0].use for way in singles]
-    ways = singles + _assigned(comparison, _survivors(comparison, uses[0]))
+    ways = singles + _assigned(table, _survivors(table, uses[0]))
     cuts = dict.fromkeys(tuple(getattr(use, name) for name in CUT) for use in uses)
     for cut in list(cuts)[:MOST_CUTS]:
-        ways += _assigned(comparison, _of_cut(comparison, cut))
+        ways += _assigned(table, _of_cut(table, cut))
     return sorted(ways, key=lambda way: way.seconds)
 
 
-def best_singles(comparison: CandidateTable) -> list[Listed]:
-    """The best single layout of each mesh that fits the longest documents, fastest first."""
-    problem, at, budget = comparison.problem, comparison.candidates, comparison.budget_bytes
+def _best_singles(table: CandidateTable) -> list[Listed]:
+    """`CandidateTable.singles`."""
+    problem, at, budget = table.problem, table.candidates, table.budget_bytes
     longest = float(problem.tally.edges[-1])
     load = problem.tally.between(0, len(problem.tally.edges))
 
     # 1. In packs of the longest document.
-    fitting = np.flatnonzero(np.isfinite(comparison.seconds[:, -1]))
+    fitting = np.flatnonzero(np.isfinite(table.seconds[:, -1]))
     seconds = _step_seconds(problem, at.take(fitting), longest, load)
     fastest = np.argsort(seconds, kind="stable")[:REPACKED]
     fitting, seconds = fitting[fastest], seconds[fastest]
@@ -182,11 +188,11 @@ def _step_seconds(problem: Problem, at: Candidates, capacity: float, load: Load)
     return found.group + found.once
 
 
-def _assigned(comparison: CandidateTable, numbers: Sequence[int]) -> list[Listed]:
+def _assigned(table: CandidateTable, numbers: Sequence[int]) -> list[Listed]:
     """The best assignments of documents to these candidates. Neighbours with one layout and equal packs are one group."""
-    problem, edges = comparison.problem, (0, *map(int, comparison.problem.tally.edges))
-    at = _shared(comparison.candidates.take(np.array(numbers)))
-    cost, packs = _table(comparison, at)
+    problem, edges = table.problem, (0, *map(int, table.problem.tally.edges))
+    at = _shared(table.candidates.take(np.array(numbers)))
+    cost, packs = _table(table, at)
     ends = np.arange(len(edges))
     probability = np.zeros((len(edges) - 1, len(edges)))
     i, j = np.triu_indices(len(edges), 1)
@@ -204,22 +210,22 @@ def _assigned(comparison: CandidateTable, numbers: Sequence[int]) -> list[Listed
     return [Listed(groups, seconds) for groups, seconds in ways.items()]
 
 
-def _survivors(comparison: CandidateTable, single: Layout) -> list[int]:
+def _survivors(table: CandidateTable, single: Layout) -> list[int]:
     """Numbers of the best single layout, and of the fastest meshes at each key by turns, long documents first."""
-    at, wanted = comparison.candidates, Candidates.of([single])
+    at, wanted = table.candidates, Candidates.of([single])
     is_single = (at.columns() == wanted.columns()).all(1)
-    return _by_turns(comparison, _is_sharded(at), np.flatnonzero(is_single).tolist())
+    return _by_turns(table, _is_sharded(at), np.flatnonzero(is_single).tolist())
 
 
-def _of_cut(comparison: CandidateTable, cut: Sequence[int]) -> list[int]:
+def _of_cut(table: CandidateTable, cut: Sequence[int]) -> list[int]:
     """Numbers of the fastest meshes at each key by turns, of those with this cut of the weights."""
-    at = comparison.candidates
+    at = table.candidates
     is_of_cut = np.logical_and.reduce([getattr(at, name) == degree for name, degree in zip(CUT, cut)])
-    return _by_turns(comparison, _is_sharded(at) & is_of_cut)
+    return _by_turns(table, _is_sharded(at) & is_of_cut)
 
 
-def _by_turns(comparison: CandidateTable, is_usable: np.ndarray, first: Sequence[int] = ()) -> list[int]:
-    ranked = [_first_of_meshes(comparison.candidates, np.where(is_usable, seconds, np.inf)) for seconds in comparison.seconds.T]
+def _by_turns(table: CandidateTable, is_usable: np.ndarray, first: Sequence[int] = ()) -> list[int]:
+    ranked = [_first_of_meshes(table.candidates, np.where(is_usable, seconds, np.inf)) for seconds in table.seconds.T]
     numbers = list(first)
     for place in range(BEST_AT_KEY):
         numbers += [of_key[place] for of_key in reversed(ranked) if len(of_key) > place]
@@ -247,16 +253,16 @@ def _shared(at: Candidates) -> Candidates:
     return replace(at, zero=np.where(at.holders > 1, np.maximum(at.zero, 1), at.zero))
 
 
-def _table(comparison: CandidateTable, at: Candidates) -> tuple[np.ndarray, np.ndarray]:
+def _table(table: CandidateTable, at: Candidates) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of documents between two edges under each layout, float64 [E, E + 1, layouts], inf where it cannot; and the packs that take
     least, int64."""
-    problem = comparison.problem
+    problem = table.problem
     edges = np.concatenate([[0.0], problem.tally.edges])
     count = len(edges) - 1
     i, j = np.triu_indices(count + 1, 1)
     row = np.tile(np.arange(len(at)), len(i))
     i, j = np.repeat(i, len(at)), np.repeat(j, len(at))
-    most = _largest_packs(comparison, at)[row]
+    most = _largest_packs(table, at)[row]
     power = 2.0 ** np.ceil(np.log2(edges[j]))
     least = np.where(power <= most, power, edges[j])
 
@@ -267,8 +273,7 @@ def _table(comparison: CandidateTable, at: Candidates) -> tuple[np.ndarray, np.n
         pack = np.maximum(least, most / 2.0**halving)
         able = np.flatnonzero((pack <= most) & (pack > packs_before))
         seconds = np.full(len(row), np.inf)
-        load_of_able = Load(**{name: values[able] for name, values in vars(load).items()})
-        seconds[able] = problem.seconds(at.take(row[able]), pack[able], load_of_able).group
+        seconds[able] = problem.seconds(at.take(row[able]), pack[able], load.take(able)).group
         is_faster = seconds < best_s * (1 - 1e-6)
         best_s, best_pack = np.where(is_faster, seconds, best_s), np.where(is_faster, pack, best_pack)
         packs_before = pack
@@ -278,13 +283,13 @@ def _table(comparison: CandidateTable, at: Candidates) -> tuple[np.ndarray, np.n
     return cost, packs
 
 
-def _largest_packs(comparison: CandidateTable, at: Candidates) -> np.ndarray:
+def _largest_packs(table: CandidateTable, at: Candidates) -> np.ndarray:
     """The largest pack of each layout, a power of two or the longest document, that fits, float64 [candidates]; 0 where none does."""
-    problem = comparison.problem
+    problem = table.problem
     powers = [float(1 << n) for n in range(8, int(problem.task.tokens_per_step).bit_length())]
     largest = np.zeros(len(at))
     for capacity in (float(problem.tally.edges[-1]), *powers[-DOUBLINGS:]):
-        fits = problem.bytes(at, capacity) <= comparison.budget_bytes
+        fits = problem.bytes(at, capacity) <= table.budget_bytes
         largest = np.where(fits, np.maximum(largest, capacity), largest)
     return largest
 
@@ -306,14 +311,14 @@ class Rival:
     short_bytes: float
 
 
-def too_large(comparison: CandidateTable, best_s: float, most: int) -> tuple[Rival, ...]:
+def too_large(table: CandidateTable, best_s: float, most: int) -> tuple[Rival, ...]:
     """Single layouts that fit shorter documents, would be faster than `best_s`, and lack least memory for the longest."""
-    problem, at = comparison.problem, comparison.candidates
+    problem, at = table.problem, table.candidates
     longest = float(problem.tally.edges[-1])
-    out = np.flatnonzero(np.isinf(comparison.seconds[:, -1]) & np.isfinite(comparison.seconds[:, 0]))
+    out = np.flatnonzero(np.isinf(table.seconds[:, -1]) & np.isfinite(table.seconds[:, 0]))
     if not len(out):
         return ()
-    short = problem.bytes(at.take(out), longest) - comparison.budget_bytes
+    short = problem.bytes(at.take(out), longest) - table.budget_bytes
     nearest = np.argsort(short, kind="stable")[:REPACKED]
     out, short = out[nearest], short[nearest]
     seconds = _step_seconds(problem, at.take(out), longest, problem.tally.between(0, len(problem.tally.edges)))

@@ -1,6 +1,6 @@
 """Siblings of a way: groups on the same meshes, with less recomputation, another ZeRO stage, other packs or ends; how plain a way is.
 
-A shortlist names each set of meshes once, with the recomputation, the ZeRO stage and the packs that are best in closed form. On the clock
+A shortlist names each set of meshes once, with the recomputation, the ZeRO stage and the packs that are best by rate card. On the clock
 others may be.
 """
 

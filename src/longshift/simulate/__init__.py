@@ -1,1 +1,1 @@
-"""What a step takes, without running it: seconds of operations, of a step in closed form, and their calibration."""
+"""What a step takes, without running it: seconds of operations and of a step on the clock, and their calibration."""

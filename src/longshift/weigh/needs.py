@@ -8,6 +8,9 @@ stage and tensor-parallel coordinate the first keeps most.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from longshift.cluster.cluster import Number
 from longshift.layout.heads import own_heads
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Coord
@@ -131,8 +134,13 @@ def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack])
 def micros_of(tokens: int, edge: Edge) -> int:
     """How many micro-batches of a group are weighed of a step with so many tokens."""
     layout = edge.use
-    number = max(1, -(-tokens // (edge.pack * layout.dp)))
-    return min(number, 2 * layout.pp * layout.virtual + 1) if layout.order == "1f1b" else number
+    return int(micros_weighed(tokens, edge.pack * layout.dp, layout.pp * layout.virtual, layout.order == "1f1b"))
+
+
+def micros_weighed(tokens: int, round_tokens: Number, chunks: Number, is_1f1b: np.ndarray | bool) -> np.ndarray:
+    """The same for numbers or arrays. `round_tokens`: of a full pack on every replica; `chunks`: model chunks of all stages."""
+    full = np.maximum(1, -(-tokens // np.asarray(round_tokens))).astype(np.int64)
+    return np.where(is_1f1b, np.minimum(full, 2 * np.asarray(chunks) + 1), full)
 
 
 def kinds_of_rank(shape: StepShape) -> list[int]:
