@@ -160,28 +160,40 @@ class FormulaCost:
         s, rows = self.sizes, _rows(mesh, tokens)
         tensor_s = self._tensor_s(mesh, rows)
         if half == "mlp half":
-            matmul_s = self._linear_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp)
-            matmul_s = matmul_s + self._linear_s(rows, s.ffn / mesh.tp, s.width)
-            return Work(matmul_s, 0.0, self._elementwise_s(mesh, rows, half), self._kernels(mesh, half), tensor_s)
-        matmul_s = self._linear_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
-        matmul_s = matmul_s + self._linear_s(rows, s.inner / mesh.tp, s.width)
+            matmul_s = self._linear_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.degrees["tp"])
+            matmul_s = matmul_s + self._linear_s(rows, s.ffn / mesh.degrees["tp"], s.width)
+            return Work(matmul_s, 0.0, self._elementwise_s(mesh, rows, half), self._kernels(mesh, half), {"tp": tensor_s})
+        matmul_s = self._linear_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.degrees["tp"])
+        matmul_s = matmul_s + self._linear_s(rows, s.inner / mesh.degrees["tp"], s.width)
         attention_s = self.attention_s(mesh, tokens, pairs, False)
         ring_s = self._ring_s(mesh, tokens, False)
         elementwise_s = self._elementwise_s(mesh, rows, half)
-        return Work(matmul_s, attention_s, elementwise_s, self._kernels(mesh, half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+        return Work(
+            matmul_s,
+            attention_s,
+            elementwise_s,
+            self._kernels(mesh, half),
+            {"tp": tensor_s, "ulysses": self._ulysses_s(mesh, rows), "ring": ring_s},
+        )
 
     def backward(self, half: Half, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
         """Of half a block, backward: gradients of inputs and of weights."""
         s, rows = self.sizes, _rows(mesh, tokens)
         elementwise_s, tensor_s = BACKWARD * self._elementwise_s(mesh, rows, half), self._tensor_s(mesh, rows)
         if half == "mlp half":
-            matmul_s = self._linear_back_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp)
-            matmul_s = matmul_s + self._linear_back_s(rows, s.ffn / mesh.tp, s.width)
-            return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(mesh, half), tensor_s)
-        matmul_s = self._linear_back_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
-        matmul_s = matmul_s + self._linear_back_s(rows, s.inner / mesh.tp, s.width)
+            matmul_s = self._linear_back_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.degrees["tp"])
+            matmul_s = matmul_s + self._linear_back_s(rows, s.ffn / mesh.degrees["tp"], s.width)
+            return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(mesh, half), {"tp": tensor_s})
+        matmul_s = self._linear_back_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.degrees["tp"])
+        matmul_s = matmul_s + self._linear_back_s(rows, s.inner / mesh.degrees["tp"], s.width)
         attention_s, ring_s = self.attention_s(mesh, tokens, pairs, True), self._ring_s(mesh, tokens, True)
-        return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(mesh, half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+        return Work(
+            matmul_s,
+            attention_s,
+            elementwise_s,
+            2 * self._kernels(mesh, half),
+            {"tp": tensor_s, "ulysses": self._ulysses_s(mesh, rows), "ring": ring_s},
+        )
 
     def again(self, forward: Work, code: np.ndarray) -> Work:
         """What a backward computes again of a block's `forward`. `code`: of RECOMPUTE."""
@@ -193,16 +205,16 @@ class FormulaCost:
             forward.kernels * share,
         )
         left_out = np.asarray(self.habits.full_attention) - 1
-        full = forward + Work(attention_s=forward.attention_s * left_out, ring_s=forward.ring_s * left_out)
+        full = forward + Work(attention_s=forward.attention_s * left_out, traffic_s={"ring": forward.traffic_s["ring"] * left_out})
         return full.times(is_full) + inside.times(code == RECOMPUTE.index("selective"))
 
     def attention_s(self, mesh: Mesh, tokens: Number, pairs: Number, backward: bool) -> np.ndarray:
         """Seconds of a rank's attention: its heads of tp and Ulysses, its queries of the ring, in as many pieces as keys arrive in."""
         s, h, r = self.sizes, self.habits, self.rates
-        heads = s.heads / (np.asarray(mesh.tp) * mesh.ulysses)
-        own_rows, own_pairs, width = np.asarray(tokens) / mesh.ring, np.asarray(pairs) / mesh.ring, s.inner / s.heads
-        flash_s = r.attention_s(own_rows * (1 + np.asarray(mesh.ring)) / 2, own_pairs, heads, width, backward)
-        pieces = np.where(np.asarray(mesh.ring) > 1, 2 * np.asarray(mesh.ring), 1)
+        heads = s.heads / (np.asarray(mesh.degrees["tp"]) * mesh.degrees["ulysses"])
+        own_rows, own_pairs, width = np.asarray(tokens) / mesh.degrees["ring"], np.asarray(pairs) / mesh.degrees["ring"], s.inner / s.heads
+        flash_s = r.attention_s(own_rows * (1 + np.asarray(mesh.degrees["ring"])) / 2, own_pairs, heads, width, backward)
+        pieces = np.where(np.asarray(mesh.degrees["ring"]) > 1, 2 * np.asarray(mesh.degrees["ring"]), 1)
         flash_s = flash_s / self.attention_gain(np.asarray(tokens) / pieces, np.asarray(pairs) / pieces**2, backward)
         if np.all(np.asarray(h.flash) == 1):
             return flash_s
@@ -233,25 +245,25 @@ class FormulaCost:
         rows = _rows(mesh, tokens)
         moved_bytes = 4.0 * self.rates.element_bytes * rows * self.sizes.width
         elementwise_s = self.rates.elementwise_s(moved_bytes) + EMBEDDINGS_KERNELS * self.rates.dispatch_s
-        return Work(0.0, 0.0, elementwise_s, EMBEDDINGS_KERNELS, self._tensor_s(mesh, rows) / 2)
+        return Work(0.0, 0.0, elementwise_s, EMBEDDINGS_KERNELS, {"tp": self._tensor_s(mesh, rows) / 2})
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
         """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum: the gradient is read, the sum
         read and written."""
-        moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * np.asarray(self.habits.gradient_bytes))
+        moved_bytes = np.asarray(elements) / mesh.degrees["tp"] * (self.rates.element_bytes + 2 * np.asarray(self.habits.gradient_bytes))
         share = self.habits.embeddings_accumulated if embeddings else self.habits.accumulated
         return Work(elementwise_s=share * self.rates.elementwise_s(moved_bytes))
 
     def head(self, mesh: Mesh, tokens: Number, learns: bool = True) -> Work:
         """Of the head's turn on so many tokens: final norm, logits, cross entropy, and, where it `learns`, their backward."""
         s, rows = self.sizes, _rows(mesh, tokens)
-        columns = s.vocab / np.asarray(mesh.tp)
+        columns = s.vocab / np.asarray(mesh.degrees["tp"])
         matmul_s = self.rates.matmul_s(rows, s.width, columns)
         matmul_s = matmul_s + (self._gradients_s(rows, s.width, columns, s.head_trained) if learns else 0.0)
         of_logit = np.where(np.asarray(self.habits.fused_loss) == 1, LOGIT_FUSED_BYTES, LOGIT_BYTES * self.rates.constants.loss)
         moved_bytes = rows * (columns * of_logit + 8.0 * s.width * self.rates.element_bytes)
         elementwise_s = self.rates.elementwise_s(moved_bytes) + HEAD_KERNELS * self.rates.dispatch_s
-        return Work(matmul_s, 0.0, elementwise_s, HEAD_KERNELS, self._tensor_s(mesh, rows))
+        return Work(matmul_s, 0.0, elementwise_s, HEAD_KERNELS, {"tp": self._tensor_s(mesh, rows)})
 
     def _linear_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
         """A block's matmul forward."""
@@ -266,17 +278,17 @@ class FormulaCost:
 
     def _keys(self, mesh: Mesh) -> Number:
         """Key/value width over all tensor-parallel ranks: each has at least one head."""
-        return np.maximum(self.sizes.keys, self.sizes.inner / self.sizes.heads * np.asarray(mesh.tp))
+        return np.maximum(self.sizes.keys, self.sizes.inner / self.sizes.heads * np.asarray(mesh.degrees["tp"]))
 
     def _elementwise_s(self, mesh: Mesh, rows: Number, half: Half) -> np.ndarray:
         s, h, c = self.sizes, self.habits, self.rates.constants
-        wide_ranks = np.where(np.asarray(h.sequence_parallel) == 1, mesh.tp, 1)
+        wide_ranks = np.where(np.asarray(h.sequence_parallel) == 1, mesh.degrees["tp"], 1)
 
         def elements(passes: dict[str, float]) -> Number:
             wide = (passes["wide"] / 2 + passes["norm"] * (s.norms / 2 - 1)) * s.width / wide_ranks
             if half == "attention half":
-                return wide + (passes["inner"] / 2 + passes["norm"] * s.head_norms) * (s.inner + s.keys) / mesh.tp
-            return wide + (s.gated * passes["gated"] + (1 - s.gated) * passes["plain"]) * s.ffn / mesh.tp
+                return wide + (passes["inner"] / 2 + passes["norm"] * s.head_norms) * (s.inner + s.keys) / mesh.degrees["tp"]
+            return wide + (s.gated * passes["gated"] + (1 - s.gated) * passes["plain"]) * s.ffn / mesh.degrees["tp"]
 
         moved = np.where(np.asarray(h.compiled) == 1, c.compiled * elements(COMPILED), c.eager * elements(EAGER))
         return self.rates.elementwise_s(moved * rows * self.rates.element_bytes) + self._kernels(mesh, half) * self.rates.dispatch_s
@@ -294,35 +306,39 @@ class FormulaCost:
     def _tensor_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
         """An all-gather and a reduce-scatter, or an all-reduce, of a residual stream."""
         size_bytes, per_node = rows * self.sizes.width * self.rates.element_bytes, self.rates.fabric.per_node
-        split = 2 * self.rates.collective_s("all_gather", size_bytes, mesh.tp, per_node)
+        split = 2 * self.rates.collective_s("all_gather", size_bytes, mesh.degrees["tp"], per_node)
         if np.all(np.asarray(self.habits.sequence_parallel) == 1):
             return split
-        whole = self.rates.collective_s("all_reduce", size_bytes, mesh.tp, per_node)
+        whole = self.rates.collective_s("all_reduce", size_bytes, mesh.degrees["tp"], per_node)
         return np.where(np.asarray(self.habits.sequence_parallel) == 1, split, whole)
 
     def _ulysses_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
         """All-to-alls of queries, keys, values and outputs of `parallel.ulysses`, and what is copied before and after each."""
-        if np.all(np.asarray(mesh.ulysses) == 1):
+        if np.all(np.asarray(mesh.degrees["ulysses"]) == 1):
             return np.zeros(())
-        per_node, found = np.maximum(1, self.rates.fabric.per_node / np.asarray(mesh.tp)), np.zeros(())
+        per_node, found = np.maximum(1, self.rates.fabric.per_node / np.asarray(mesh.degrees["tp"])), np.zeros(())
         for copies, elements in ((3, self.sizes.inner + 2 * self._keys(mesh)), (2, self.sizes.inner)):  # to heads, to tokens
-            size_bytes = rows * elements / mesh.tp * self.rates.element_bytes
-            copied_s = np.where(np.asarray(mesh.ulysses) > 1, self.rates.elementwise_s(2 * copies * size_bytes), 0.0)
-            found = found + copied_s + self.rates.collective_s("all_to_all", size_bytes, mesh.ulysses, per_node)
+            size_bytes = rows * elements / mesh.degrees["tp"] * self.rates.element_bytes
+            copied_s = np.where(np.asarray(mesh.degrees["ulysses"]) > 1, self.rates.elementwise_s(2 * copies * size_bytes), 0.0)
+            found = found + copied_s + self.rates.collective_s("all_to_all", size_bytes, mesh.degrees["ulysses"], per_node)
         return found
 
     def _ring_s(self, mesh: Mesh, tokens: Number, backward: bool) -> np.ndarray:
         """Keys and values round the ring; backward their gradients in float32 behind them: bytes as in `parallel.ring`."""
-        if np.all(np.asarray(mesh.ring) == 1):
+        if np.all(np.asarray(mesh.degrees["ring"]) == 1):
             return np.zeros(())
-        inside = np.asarray(mesh.tp) * mesh.ulysses
-        elements = 2 * np.asarray(tokens) / mesh.ring * self._keys(mesh) / inside
+        inside = np.asarray(mesh.degrees["tp"]) * mesh.degrees["ulysses"]
+        elements = 2 * np.asarray(tokens) / mesh.degrees["ring"] * self._keys(mesh) / inside
         per_node = np.maximum(1, self.rates.fabric.per_node / inside)
-        hops = np.asarray(mesh.ring) - 1
-        found = hops * self.rates.collective_s("send", elements * self.rates.element_bytes, mesh.ring, per_node)
-        return found + mesh.ring * self.rates.collective_s("send", elements * 4, mesh.ring, per_node) if backward else found
+        hops = np.asarray(mesh.degrees["ring"]) - 1
+        found = hops * self.rates.collective_s("send", elements * self.rates.element_bytes, mesh.degrees["ring"], per_node)
+        return (
+            found + mesh.degrees["ring"] * self.rates.collective_s("send", elements * 4, mesh.degrees["ring"], per_node)
+            if backward
+            else found
+        )
 
 
 def _rows(mesh: Mesh, tokens: Number) -> np.ndarray:
     """Tokens of a rank in linear layers."""
-    return np.asarray(tokens, dtype=float) / (np.asarray(mesh.ulysses) * mesh.ring)
+    return np.asarray(tokens, dtype=float) / (np.asarray(mesh.degrees["ulysses"]) * mesh.degrees["ring"])

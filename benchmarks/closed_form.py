@@ -49,6 +49,9 @@ class Candidates:
     tokens: Number
     pairs: Number
 
+    def degree(self, axis: str) -> Number:
+        return getattr(self, axis)
+
     @property
     def ranks(self) -> Number:
         return np.asarray(self.tp) * self.ulysses * self.ring * self.dp * self.pp
@@ -79,7 +82,7 @@ class Forecast:
 def closed_form(cost: FormulaCost, at: Candidates) -> Forecast:
     """Seconds of one step of each candidate."""
     pp, virtual, zero, micros = (np.asarray(value, dtype=float) for value in (at.pp, at.virtual, at.zero, at.micros))
-    sizes, habits, launch_s, mesh = cost.sizes, cost.habits, cost.launch_s, Mesh(at.tp, at.ulysses, at.ring)
+    sizes, habits, launch_s, mesh = cost.sizes, cost.habits, cost.launch_s, Mesh.of(at)
     forward, again, backward = _block(cost, mesh, at)
     blocks = virtual * np.ceil(sizes.layers / (pp * virtual))  # of the slowest stage
     held = _held(cost, at, blocks)
@@ -110,7 +113,7 @@ def closed_form(cost: FormulaCost, at: Candidates) -> Forecast:
     embeddings = cost.accumulated(mesh, table, embeddings=True)
     for turn in ("forward", "backward"):
         embeddings = embeddings + cost.turn("embeddings", turn, "embed", mesh, at.tokens, at.pairs)
-    ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
+    ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.waited_s for work in (head, embeddings)]
     fewer = virtual * np.floor(sizes.layers / (pp * virtual)) - blocks  # of the last stage, which has the head
     ends_s = np.where(pp > 1, np.maximum(ends[1], ends[0] + fewer * block_s), ends[0] + ends[1])
     slot_s = blocks * block_s + ends_s
@@ -143,7 +146,7 @@ def closed_form(cost: FormulaCost, at: Candidates) -> Forecast:
         "recompute": per_step * again.device_s,
         "head": micros * ends_s,
         "tp": per_step * tensor_s,
-        "ulysses": per_step * works.ulysses_s,
+        "ulysses": per_step * works.traffic_s.get("ulysses", 0.0),
         "ring": per_step * ring_s,
         "gather": per_step * (gathers[0] + gathers[1] + 2 * coded_s.gather) + gathered_once_s + coded_s.gather_once,
         "reduce": per_step * (reduced_s + coded_s.reduce) + reduced_once_s + coded_s.reduce_once,
@@ -152,8 +155,8 @@ def closed_form(cost: FormulaCost, at: Candidates) -> Forecast:
         "optimizer": optimizer_s,
     }
     hidden = {
-        "tp": per_step * (works.tensor_s - tensor_s),
-        "ring": per_step * (works.ring_s - ring_s),
+        "tp": per_step * (works.traffic_s.get("tp", 0.0) - tensor_s),
+        "ring": per_step * (works.traffic_s.get("ring", 0.0) - ring_s),
         "gather": per_step * (2 * gather_s - gathers[0] - gathers[1]) + once_gather_s - gathered_once_s,
         "reduce": per_step * (reduce_s - reduced_s) + once_reduce_s - reduced_once_s,
     }
@@ -195,13 +198,13 @@ class _Shown:
 def _turn(cost: FormulaCost, mesh: Mesh, work: Work) -> _Shown:
     """A turn shows the longer of what its device does or waits for and of its launches. Ring traffic travels under attention; asynchronous
     tensor traffic, all but the first of tp pieces, under matmuls."""
-    habits, tensor_s, ring_s = cost.habits, np.asarray(work.tensor_s), np.asarray(work.ring_s)
-    under_s = np.minimum(tensor_s * (1 - 1 / np.asarray(mesh.tp)), work.matmul_s) * (np.asarray(habits.tensor_hidden) == 1)
+    habits, tensor_s, ring_s = cost.habits, np.asarray(work.traffic_s.get("tp", 0.0)), np.asarray(work.under_attention_s)
+    under_s = np.minimum(tensor_s * (1 - 1 / np.asarray(mesh.degrees["tp"])), work.matmul_s) * (np.asarray(habits.tensor_hidden) == 1)
     tensor_s = tensor_s - under_s
     ring_s = ring_s - np.minimum(ring_s, work.attention_s) * (np.asarray(habits.ring_hidden) == 1)
-    busy_s = work.device_s + tensor_s + work.ulysses_s + ring_s
+    busy_s = work.device_s + tensor_s + work.traffic_s.get("ulysses", 0.0) + ring_s
     launched_s = np.maximum(0.0, np.asarray(work.kernels) * cost.launch_s - busy_s)
-    free_s = np.maximum(0.0, busy_s + launched_s - work.tensor_s - work.ulysses_s - work.ring_s)
+    free_s = np.maximum(0.0, busy_s + launched_s - work.waited_s - work.under_attention_s)
     return _Shown(busy_s + launched_s, tensor_s, ring_s, launched_s, free_s)
 
 

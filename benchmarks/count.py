@@ -63,7 +63,7 @@ def main() -> None:
     print(f"{'tests':<12}{sum(map(size, tests)):>10,}{len(tests):>8}")
     keys = sorted(set(leaf_keys(Config)))
     print(f"\nkeys of a config: {len(keys)}")
-    print(f"words of a layout: {len({*layout._DEGREES, *layout._FLAGS, 'chunk'})}")
+    print(f"words of a layout: {len({*layout.number_fields(), *layout._FLAGS, 'chunk'})}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from longshift.cluster.cluster import Cluster
 from longshift.command_results import CommandResult
 from longshift.config import Config
+from longshift.layout.axes import AXES
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
 from longshift.spec.formats import EIGHT_BITS, Format
@@ -23,9 +24,7 @@ from longshift.weigh.needs import Need, StepShape, most, needs
 from longshift.weigh.recorder import Transport
 
 INSERTED = {  # what a layout adds to a model, by communicator
-    "tp": "tensor: all-gather and reduce-scatter of tokens",
-    "ulysses": "Ulysses: all-to-all of tokens and heads",
-    "ring": "ring: keys and values, and their gradients",
+    **{axis.name: axis.traffic for axis in AXES},
     "rising": "pipeline: to later stages",
     "falling": "pipeline: to earlier stages",
 }

@@ -34,6 +34,7 @@ from longshift.model.decoder import Block, Head, MicroBatch, Unit
 from longshift.model.functions import Adapted, add_product
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
+from longshift.parallel.seams import LayoutOps
 from longshift.program.operations import Op, Program
 from longshift.schedule import chunks, sequence, windows
 from longshift.schedule.chunks import Event
@@ -52,7 +53,6 @@ from longshift.state.visit import Switches
 from longshift.step import chunked as chunked_module
 from longshift.step import runner as runner_module
 from longshift.step.chunked import ChunkedPacks, ChunkPlayer
-from longshift.step.compose import LayoutOps
 from longshift.step.player import Player, Ready
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import DiskTier, Tensors
@@ -148,7 +148,7 @@ def score_counted_by_every_tensor_rank(patch: Patch) -> None:
     right = runner_module.score_of_rows
 
     def wrong(head: Head, x: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
-        return right(head, x, micro, ops, number) * ops.tp.size
+        return right(head, x, micro, ops, number) * ops.groups["tp"].size
 
     patch.setattr(runner_module, "score_of_rows", wrong)
 

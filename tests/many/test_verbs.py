@@ -44,7 +44,7 @@ def numbered(spec: ModelSpec, name: str, box: Box, salt: int) -> Tensor:
 
 def local(spec: ModelSpec, layout: Layout, rank: int, name: str, salt: int) -> Tensor:
     """`numbered`, for the tensor that a rank computes with."""
-    boxes = local_boxes(spec.by_name[name], layout, layout.coord(rank).tp)
+    boxes = local_boxes(spec.by_name[name], layout, layout.coord(rank))
     return torch.cat([numbered(spec, name, box, salt) for box in boxes], spec.by_name[name].dim or 0)
 
 
@@ -53,7 +53,7 @@ def holders(spec: ModelSpec, layout: Layout, name: str, box: Box) -> list[int]:
     param = spec.by_name[name]
     stages = stages_of(spec, layout, param)
     places = {rank: layout.coord(rank) for rank in range(layout.world)}
-    return [r for r, at in places.items() if at.pp in stages and any(box in held for held in local_boxes(param, layout, at.tp))]
+    return [r for r, at in places.items() if at.pp in stages and any(box in held for held in local_boxes(param, layout, at))]
 
 
 def verbs(world: World, trial: dict, layout: str) -> dict[str, int]:

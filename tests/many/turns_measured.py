@@ -42,7 +42,7 @@ from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.precision import Precision
 from longshift.step.chunked import ChunkedPacks, ChunkPlayer
-from longshift.step.compose import LayoutOps, prepare
+from longshift.step.compose import layout_ops, prepare
 from longshift.step.runner import loss_of_rows
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))  # last: a script there has the name of one above
@@ -104,10 +104,10 @@ def _operations(
     kernel = FLASH if device.type == "cpu" else kernels(torch.device("cuda"), dtype)[0]
     if device.type != "cpu" and dtype.itemsize == 2:
         kernel = cut(kernel, FLASH, even, long)
-    ops = LayoutOps(spec, layout, world, kernel)
+    ops = layout_ops(spec, layout, world, kernel)
     documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
     micro = micro_batch(spec, documents, layout, world.rank, dtype, device)
-    watch = Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring})
+    watch = Watch(held, device, ops.groups)
     for part in PARTS:
         unit = filled(build_unit(spec, int(part != "embed"), float8=precision.float8), layout, world, dtype, device)
         function: Callable[..., Tensor] = unit
@@ -166,7 +166,7 @@ def _events(world: World, spec: ModelSpec, layout: Layout, precision: Precision,
     copies: Any = SimpleNamespace(fill=lambda unit: filled(unit, layout, world, dtype, device), expect=lambda unit: None)
     runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, WRITTEN_OUT, tier=Elsewhere(), ahead=1, accumulate=added)
     units |= runner.modules
-    watch = Watch(held, device, {"tp": runner.ops.tp, "ulysses": runner.ops.ulysses, "ring": runner.ops.ring})
+    watch = Watch(held, device, runner.ops.groups)
     runner.load(0, runner.on_host([Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]))
     native, found = ChunkPlayer._play, []
 
@@ -215,7 +215,7 @@ def filled(unit: Unit, layout: Layout, world: World, dtype: torch.dtype, device:
     """With weights of a rank's shapes, and sums where matmuls add to them."""
     inside = adds_inside(dtype.itemsize, max(4, dtype.itemsize), device.type != "cpu") and unit.spec.multiplied[unit.unit]
     for param in unit.table:
-        boxes = local_boxes(param, layout, layout.coord(world.rank).tp)
+        boxes = local_boxes(param, layout, layout.coord(world.rank))
         parts = [torch.full(box.shape, 0.01, dtype=dtype, device=device) for box in boxes]
         setattr(unit, param.role, nn.Parameter(torch.cat(parts, param.dim or 0), not param.frozen))
         if inside and param.name in inside:

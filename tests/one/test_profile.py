@@ -16,7 +16,7 @@ from rich.console import Console
 from longshift import cli
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster, Heads
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.host import core_count
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
@@ -137,7 +137,7 @@ def test_medians_of_interleaved_rounds():
     assert samples == [[0.01] * FEWEST, [0.02] * FEWEST]
     assert calls[4:] == ["a", "b"] * FEWEST  # after warming each
     assert len(one.seconds([lambda: timed("a", 0.01)], budget_s=60.0)[0]) == MOST
-    curve = curve_of((Axis("bytes", (1, 2, 3)),), [[1.0, 9.0, 2.0], [8.0, 8.0, 8.0], [2.0, 2.0, 2.0]])
+    curve = curve_of((SampledSizes("bytes", (1, 2, 3)),), [[1.0, 9.0, 2.0], [8.0, 8.0, 8.0], [2.0, 2.0, 2.0]])
     assert curve.seconds == pytest.approx((2.0, 4.0, 4.0))  # 8 then 2 cannot both be: the middle of both
     assert curve.spread == pytest.approx((2.0, 0.0, 0.0))
 
@@ -151,7 +151,7 @@ def test_short_operations_are_repeated_inside_one_timing(monkeypatch):
 
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: passed_s[0]))
     one = Bench(CPU, True)
-    curve = one.curves({"x": Plan((Axis("n", (1,)),), lambda n: run)}, 0.0)["x"]
+    curve = one.curves({"x": Plan((SampledSizes("n", (1,)),), lambda n: run)}, 0.0)["x"]
     assert len(calls) == 2 + FEWEST * math.ceil(one.least_s * 2**20)  # to warm, to see how long it takes, and the rounds
     assert len(calls) > 1000
     assert curve.seconds[0] == pytest.approx(2**-20)
@@ -197,7 +197,7 @@ def test_a_kernel_that_forgets_the_global_log_sum_exp_is_not_legal():
 
 def test_a_link_is_what_its_messages_took():
     seconds = tuple(1e-4 + size / 1e8 for size in (1e3, 1e6, 1e7))
-    link = time_links.link_of(Curve((Axis("ranks", (2,)), Axis("bytes", (1e3, 1e6, 1e7))), seconds))
+    link = time_links.link_of(Curve((SampledSizes("ranks", (2,)), SampledSizes("bytes", (1e3, 1e6, 1e7))), seconds))
     assert link.bytes_per_s == pytest.approx(1e8)
     assert link.latency_s == pytest.approx(1.1e-4)
 

@@ -172,9 +172,9 @@ def kept_reason(reason: str, seconds: float) -> str | None:
 
 def needed_things(rows: dict[str, dict]) -> set[str]:
     """What some case of `make test` has to reach: all that some case of the suite reaches, and what is listed above."""
-    from longshift.layout.layout import _DEGREES, _FLAGS  # pyright: ignore[reportPrivateUsage]
+    from longshift.layout.layout import _FLAGS, number_fields  # pyright: ignore[reportPrivateUsage]
 
-    words = {*_DEGREES, *_FLAGS, "chunk", "chunk-auto", "z0", "z1", "z2", "z3"} - {"z"}
+    words = {*number_fields(), *_FLAGS, "chunk", "chunk-auto", "z0", "z1", "z2", "z3"} - {"z"}
     things = {thing for row in rows.values() if row["outcome"] == "passed" for thing in reached(row)}
     things = {thing for thing in things if not thing.startswith(("word ", "exit code ")) or thing.removeprefix("word ") in words}
     things |= {f"exit code {code}" for code in EXIT_CODES} | {f"command {name}" for name in COMMANDS}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longshift.cluster import files, named, network
 from longshift.cluster.cluster import Backend, Cluster, Device, Heads, Link, attention_flops
-from longshift.cluster.curves import Axis, Curve, monotone
+from longshift.cluster.curves import Curve, SampledSizes, monotone
 from longshift.errors import UsageError
 
 SIZES = st.lists(st.floats(1, 1e9), min_size=1, max_size=4, unique_by=lambda x: round(np.log(x), 2)).map(lambda sizes: tuple(sorted(sizes)))
@@ -20,7 +20,7 @@ SIZES = st.lists(st.floats(1, 1e9), min_size=1, max_size=4, unique_by=lambda x: 
 @st.composite
 def curves(draw) -> Curve:
     """One to three axes, seconds that grow along each, by chance not at all."""
-    axes = tuple(Axis(f"axis{n}", draw(SIZES), draw(st.sampled_from((0.0, 1.0, 2.0)))) for n in range(draw(st.integers(1, 3))))
+    axes = tuple(SampledSizes(f"axis{n}", draw(SIZES), draw(st.sampled_from((0.0, 1.0, 2.0)))) for n in range(draw(st.integers(1, 3))))
     count = int(np.prod([len(axis.sizes) for axis in axes]))
     steps = draw(st.lists(st.sampled_from((0.0, 1e-6, 0.3, 7.0)), min_size=count, max_size=count))
     grid = 1e-7 + np.array(steps).reshape([len(axis.sizes) for axis in axes])
@@ -69,7 +69,7 @@ def test_beyond_the_points_one_must_say_so(question):
 
 
 def test_beyond_the_points_seconds_grow_with_the_work_and_have_a_floor():
-    curve = Curve((Axis("tokens", (1024, 4096), 2.0),), (1e-3, 1.2e-2))
+    curve = Curve((SampledSizes("tokens", (1024, 4096), 2.0),), (1e-3, 1.2e-2))
     assert curve(8192, beyond=True) == pytest.approx(4.8e-2)
     assert curve(1, beyond=True) == pytest.approx(1e-3)
     assert curve(2048) == pytest.approx(np.sqrt(1e-3 * 1.2e-2))
@@ -100,11 +100,11 @@ def test_arrays_give_what_numbers_give(question):
 )
 def test_what_no_clock_can_show_is_no_curve(axes, seconds, reason):
     with pytest.raises(UsageError, match=reason):
-        Curve(tuple(Axis(*axis) for axis in axes), seconds)
+        Curve(tuple(SampledSizes(*axis) for axis in axes), seconds)
 
 
 def test_questions_that_make_no_sense_are_refused():
-    curve = Curve((Axis("bytes", (1, 2)),), (1.0, 2.0))
+    curve = Curve((SampledSizes("bytes", (1, 2)),), (1.0, 2.0))
     with pytest.raises(UsageError, match="asked for 2 sizes"):
         curve(1, 2)
     with pytest.raises(UsageError, match="a size is positive"):
@@ -123,18 +123,18 @@ def test_monotone_makes_grids_grow_and_leaves_those_alone_that_do(values):
 
 def machine() -> Cluster:
     """Two nodes of two CPUs, with a curve of each kind that questions are answered from."""
-    line = (Axis("bytes", (2**10, 2**20)),)
+    line = (SampledSizes("bytes", (2**10, 2**20)),)
     attention = {
         f"attention {name} bf16 {direction} {kind} {heads}": Curve(axes, tuple(rate * s for s in seconds))
         for name, rate in (("flash", 1.0), ("math", 3.0), ("flex", 0.1))
         for direction in ("forward", "backward")
         for kind, axes, seconds in (
-            ("causal", (Axis("tokens", (256, 1024), 2.0),), (1e-3, 1e-2)),
-            ("full", (Axis("queries", (256, 1024)), Axis("keys", (256, 1024))), (2e-3, 8e-3, 8e-3, 3e-2)),
+            ("causal", (SampledSizes("tokens", (256, 1024), 2.0),), (1e-3, 1e-2)),
+            ("full", (SampledSizes("queries", (256, 1024)), SampledSizes("keys", (256, 1024))), (2e-3, 8e-3, 8e-3, 3e-2)),
         )
         for heads in ("8/2x64", "32/8x128")
     }
-    shape = tuple(Axis(name, (64, 256)) for name in "mkn")
+    shape = tuple(SampledSizes(name, (64, 256)) for name in "mkn")
     return Cluster(
         name="small",
         origin="measured",
@@ -148,7 +148,7 @@ def machine() -> Cluster:
         curves={
             "matmul bf16": Curve(shape, tuple(1e-6 * (1 + m) * (1 + k) * (1 + n) for m in (0, 1) for k in (0, 1) for n in (0, 1))),
             "elementwise bf16": Curve(line, (1e-6, 1e-4)),
-            "all_gather node": Curve((Axis("ranks", (2,), 0.0), *line), (1e-4, 1e-3)),
+            "all_gather node": Curve((SampledSizes("ranks", (2,), 0.0), *line), (1e-4, 1e-3)),
             "copy to_host pinned": Curve(line, (1e-5, 1e-3)),
             "disk read direct depth4": Curve(line, (1e-5, 1e-3)),
             **attention,

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshift.errors import UsageError
+from longshift.layout import axes
 from longshift.layout.box import Box
-from longshift.layout.layout import AXES, Layout
+from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Part, share
 
+AXES = axes.names()
 degree = st.integers(1, 3)
 layouts = st.builds(
     Layout,
@@ -87,14 +89,14 @@ def test_coord_and_rank_are_inverses_and_tp_varies_fastest(layout):
 
 
 @given(layouts, st.sets(st.sampled_from(AXES)))
-def test_groups_partition_the_world(layout, axes):
-    groups = layout.groups(*axes)
+def test_groups_partition_the_world(layout, along):
+    groups = layout.groups(*along)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
-    assert all(len(group) == np.prod([layout.degree(a) for a in axes], dtype=int) for group in groups)
+    assert all(len(group) == np.prod([layout.degree(a) for a in along], dtype=int) for group in groups)
     for group in groups:
         assert list(group) == sorted(group)
-        assert layout.ranks(*axes, of=group[-1]) == group
-        others = [axis for axis in AXES if axis not in axes]
+        assert layout.ranks(*along, of=group[-1]) == group
+        others = [axis for axis in AXES if axis not in along]
         assert len({tuple(getattr(layout.coord(rank), axis) for axis in others) for rank in group}) == 1
 
 

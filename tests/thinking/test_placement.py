@@ -14,7 +14,7 @@ from longshift.spec.model import ModelSpec
 SPECS = [
     ModelSpec("llama", 37, 24, 5, 6, 2, 4, 29, 16, tied=True),
     ModelSpec("llama", 64, 32, 4, 4, 4, 8, 48, 16, qkv_bias=True, qk_norm=True),
-    ModelSpec("gpt2", 53, 20, 6, 5, 5, 4, 21, 16, tied=True, norm="layer", fused_qkv=True, learned_positions=True),
+    ModelSpec("gpt2", 53, 20, 6, 5, 5, 4, 21, 16, tied=True, norm="layer", fused_qkv=True, gated=False, learned_positions=True),
 ]
 layouts = st.builds(
     Layout,
@@ -45,7 +45,7 @@ def test_one_rank_is_what_the_whole_says(spec: ModelSpec, layout: Layout, choice
     boxes: dict[int, dict] = {}
     for param in spec.params:
         if at.pp in stages_of(spec, layout, param):
-            boxes.setdefault(moving_unit(spec, param), {})[param.name] = local_boxes(param, layout, at.tp)
+            boxes.setdefault(moving_unit(spec, param), {})[param.name] = local_boxes(param, layout, at)
     found = boxes_on(spec, layout, rank)
     assert list(found) == sorted(boxes)
     assert found == boxes

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshift.cluster import files
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.named import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
@@ -224,10 +224,10 @@ def test_a_slower_network_is_never_faster():
 def test_a_ring_of_cpus_takes_the_cores_that_its_messages_need():
     """Keys and values of a document travel while its own are attended to; the less of the cores that takes, the shorter the step."""
     spec, edges, formats = families.preset("tiny-llama"), (Edge(8192, Layout.parse("ring2")),), formats_of("float32")
-    sends = Curve((Axis("ranks", (2,), 0.0), Axis("bytes", (2.0**20,))), (0.1,))
+    sends = Curve((SampledSizes("ranks", (2,), 0.0), SampledSizes("bytes", (2.0**20,))), (0.1,))
 
     def seconds(cores_s: float | None) -> tuple[float, float]:
-        cores = {} if cores_s is None else {"cores send": Curve((Axis("bytes", (2.0**20,)),), (cores_s,))}
+        cores = {} if cores_s is None else {"cores send": Curve((SampledSizes("bytes", (2.0**20,)),), (cores_s,))}
         here = files.preset("cpu")
         machine = replace(here, devices_per_node=2, curves={**here.curves, "send node": sends, **cores})
         way = Itinerary(spec, edges, assumed(2), formats.compute_bytes, formats.home_bytes, SwitchOptions())

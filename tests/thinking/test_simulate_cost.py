@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from longshift.cluster import files, named, network
 from longshift.cluster.cluster import SHARES, Cluster, Heads, Link, Operation
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
 from longshift.model.kernel_calls import EVEN, LONG
@@ -96,7 +96,7 @@ def test_simulate_a_measured_network_carries_what_its_constants_say(operation: O
     axes = {"node": (2, 4), "network": (2,)}
     curves = {
         f"{operation} {level}": Curve(
-            (Axis("ranks", ranks, 0.0), Axis("bytes", sizes)),
+            (SampledSizes("ranks", ranks, 0.0), SampledSizes("bytes", sizes)),
             tuple(float(fabric.collective_s(operation, size, n, n if level == "node" else 1)) for n in ranks for size in sizes),
         )
         for level, ranks in axes.items()
@@ -112,7 +112,7 @@ def test_simulate_a_measured_network_carries_what_its_constants_say(operation: O
 
 def curve_over_bytes(ranks: int, seconds: float) -> Curve:
     """Seconds of a million bytes on so many ranks, twice as many for two."""
-    return Curve((Axis("ranks", (ranks,), 0.0), Axis("bytes", (1e6, 2e6))), (seconds, 2 * seconds))
+    return Curve((SampledSizes("ranks", (ranks,), 0.0), SampledSizes("bytes", (1e6, 2e6))), (seconds, 2 * seconds))
 
 
 def test_simulate_groups_with_several_ranks_on_each_node_are_what_was_measured_of_such():
@@ -132,7 +132,7 @@ def test_simulate_groups_with_several_ranks_on_each_node_are_what_was_measured_o
 def cpu_that_sends(cores: float, **curves: Curve) -> Cluster:
     """The CPU preset, of which a message of a million bytes takes 0.1 s and 0.05 processor seconds."""
     here = files.preset("cpu")
-    known = {"send node": curve_over_bytes(2, 0.1), "cores send": Curve((Axis("bytes", (1e6,)),), (0.05,)), **curves}
+    known = {"send node": curve_over_bytes(2, 0.1), "cores send": Curve((SampledSizes("bytes", (1e6,)),), (0.05,)), **curves}
     return replace(here, device=replace(here.device, cores=cores), curves={**here.curves, **known})
 
 
@@ -147,7 +147,7 @@ def test_simulate_a_message_of_a_cpu_takes_the_share_of_its_cores_that_was_measu
 
 
 def test_simulate_ranks_of_a_cpu_come_late_by_what_was_measured():
-    made = rates(cpu_that_sends(1.0, late=Curve((Axis("ranks", (2, 8), 0.0),), (0.01, 0.04))), "float32")
+    made = rates(cpu_that_sends(1.0, late=Curve((SampledSizes("ranks", (2, 8), 0.0),), (0.01, 0.04))), "float32")
     alone_s = float(network.collective_s(made.cluster, "send", 1e6, 8, 8))
     assert float(made.collective_s("send", 1e6, 8, 8)) == pytest.approx(alone_s + 0.01)  # a hop of a ring of eight is of two
     gather_s = float(network.collective_s(made.cluster, "all_gather", 1e6, 8, 8))
@@ -243,7 +243,7 @@ def test_simulate_turns_add_up_to_a_block():
     plain = COST.turn("block", "backward", "block", mesh, tokens, pairs)
     selective = COST.turn("block", "backward", "block", mesh, tokens, pairs, RECOMPUTE.index("selective"))
     assert float(selective.attention_s) == pytest.approx(float(plain.attention_s + whole.attention_s))
-    assert float(COST.turn("head", "loss", "", mesh, tokens, pairs).tensor_s) > 0
+    assert float(COST.turn("head", "loss", "", mesh, tokens, pairs).traffic_s["tp"]) > 0
     assert float(whole.exposed_s(1e-6)) > float(whole.compute_s(1e-6)) > 0
 
 
@@ -369,7 +369,7 @@ def test_simulate_a_cpu_pays_for_each_operation_and_a_gpu_for_those_that_it_wait
     blind = replace(here, dispatch_s=0.0, late_s=0.0)
     found = {}
     for tokens in (1, 2048):
-        for name, mesh in (("alone", Mesh()), ("tensor", Mesh(tp=2))):
+        for name, mesh in (("alone", Mesh()), ("tensor", Mesh(2))):
             works = [
                 Cost(preset("tiny-llama"), one).turn("block", "forward", "block", mesh, tokens, 1024.0 * tokens) for one in (here, blind)
             ]

@@ -24,7 +24,7 @@ ARRAYS = partial(np.searchsorted, side="right"), np.log, np.exp, np.minimum, np.
 
 
 @dataclass(frozen=True)
-class Axis:
+class SampledSizes:
     """Sizes at which seconds are known, ascending; work grows with their `power`."""
 
     name: str
@@ -45,7 +45,7 @@ class Curve:
     """`seconds` at every crossing of the axes, the last axis fastest. `spread`: at each, the middle half of the measurements over their
     median, zeros where nothing was measured. Raises UsageError for values that no clock could have shown."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[SampledSizes, ...]
     seconds: tuple[float, ...]
     spread: tuple[float, ...] = ()
 
@@ -106,7 +106,7 @@ class Curve:
         total = sum((weight * log_seconds[place] for place, weight in corners), growth)
         return np.asarray(exp(total))
 
-    def _check(self, axis: Axis, size: float | np.ndarray, beyond: bool) -> None:
+    def _check(self, axis: SampledSizes, size: float | np.ndarray, beyond: bool) -> None:
         low = size if isinstance(size, float | int) else size.min(initial=inf)
         high = size if isinstance(size, float | int) else size.max(initial=-inf)
         if not low > 0:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longshift.cluster.cluster import LEVELS, MOVED, SHARES, Backend, Calibration, Cluster, Device, Disk, Link
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.errors import UsageError, did_you_mean
 
 FORMAT = "longshift cluster"
@@ -138,7 +138,7 @@ def decode_curves(values: Mapping[str, dict[str, Any]]) -> dict[str, Curve]:
     """Curves by name, from JSON values."""
     curves = {}
     for name, value in values.items():
-        axes = tuple(Axis(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"])
+        axes = tuple(SampledSizes(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"])
         curves[name] = Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
     return curves
 

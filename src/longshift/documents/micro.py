@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from longshift.documents.batch import Document
+from longshift.layout import axes
 from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch, on_device, rotary_table
 from longshift.model.loss import IGNORE
 from longshift.schedule.chunks import cut
-from longshift.schedule.sequence import PADDING, Run, TokenOrder, token_order
+from longshift.schedule.sequence import PADDING, Run, TokenOrder, pack_order
 from longshift.spec.model import ModelSpec
 
 
@@ -66,31 +67,34 @@ def host_pack(documents: Sequence[Document], layout: Layout, rank: int, device: 
 
 
 def share(documents: Sequence[Document], layout: Layout, rank: int, starts: Sequence[int] | None = None) -> Share:
-    """This rank's share of a pack, dealt over ring and Ulysses coordinates.
+    """This rank's share of a pack.
 
-    Tensor-parallel ranks of one such coordinate see the same tokens between `enter` and `leave`, elsewhere a contiguous share of them.
+    Ranks that differ in their cut of the weights alone see the same tokens between `enter` and `leave`, elsewhere a contiguous share of
+    them.
     `starts`: of chunks, where each document begins in the whole document.
     """
     coord = layout.coord(rank)
-    order = token_order([len(d.ids) for d in documents], layout.ring, layout.ulysses * layout.tp)
-    runs = order.runs[coord.ring]
+    order = pack_order(layout, [len(d.ids) for d in documents])
+    piece = layout.place(coord, axes.dealt("two-ended"))
+    runs = order.runs[piece]
     run_lengths = [run.length for run in runs]
 
-    # 1. The tokens of the ring coordinate. Index -1 is padding, which has no target.
-    index = order.index(coord.ring)
+    # 1. The tokens of the pieces from each end. Index -1 is padding, which has no target.
+    index = order.index(piece)
     is_token = index >= 0
     tokens = np.where(is_token, np.concatenate([d.ids for d in documents])[index], 0)
     labels = np.where(is_token, np.concatenate([d.labels for d in documents])[index], IGNORE)
 
     # 2. Their positions in whole documents, which chunks cut.
-    positions = order.positions(coord.ring)
+    positions = order.positions(piece)
     if starts is not None:
         run_starts = [0 if run.document == PADDING else starts[run.document] for run in runs]
         positions += np.repeat(run_starts, run_lengths)
 
-    # 3. The Ulysses coordinate's slice of them.
-    begin = coord.ulysses * len(index) // layout.ulysses
-    end = (coord.ulysses + 1) * len(index) // layout.ulysses
+    # 3. The contiguous slice of them that this rank's weights see.
+    number = layout.place(coord, axes.neighbor_axes())
+    begin = number * len(index) // layout.neighbor_ranks
+    end = (number + 1) * len(index) // layout.neighbor_ranks
     ends = np.cumsum([0, *run_lengths], dtype=np.int32)
     return Share(tokens[begin:end], labels[begin:end], positions[begin:end], ends, order)
 
@@ -125,11 +129,11 @@ def placed(
     if angles:
         rotary = {rope: rotary_table(rope, spec.rotary_width, positions_T, dtype) for rope in spec.ropes}
 
-    # Outside tensor-parallel blocks a rank has a contiguous slice of the tokens.
-    tp_tokens = len(tokens_T) // layout.tp
-    tp_begin = layout.coord(rank).tp * tp_tokens
-    tp_positions = positions_T[tp_begin : tp_begin + tp_tokens]
-    return MicroBatch(tokens_T, labels_T, positions_T, tp_positions, rotary, share.order, ends)
+    # Between the weights that are cut a rank has a contiguous slice of the tokens.
+    rank_tokens = len(tokens_T) // layout.weight_ranks
+    begin = layout.place(layout.coord(rank), axes.weight_axes()) * rank_tokens
+    positions = positions_T[begin : begin + rank_tokens]
+    return MicroBatch(tokens_T, labels_T, positions_T, positions, rotary, share.order, ends)
 
 
 def _to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

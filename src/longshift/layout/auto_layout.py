@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshift.errors import UsageError, did_you_mean, shown
+from longshift.layout.axes import AXES
 from longshift.layout.layout import MOST_RANKS
 
-DEGREES = ("tp", "u", "ring", "dp", "pp", "v", "z")  # words of a layout whose numbers can be fixed
+DEGREES = (*(axis.word for axis in AXES), "v", "z")  # words of a layout whose numbers can be fixed
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Which heads of attention a rank has where tensor-parallel and Ulysses ranks share them, by their global numbers."""
 
+from longshift.layout import axes
 from longshift.layout.layout import Coord, Layout
 from longshift.spec.model import ModelSpec, Part, share
 
 
 def tensor_heads(spec: ModelSpec, layout: Layout, at: Coord) -> tuple[range, range]:
-    """Query and key/value heads of a tensor-parallel coordinate."""
-    return range(*share(spec.heads, layout.tp, at.tp)), range(*Part(spec.kv_heads, heads=spec.heads).rows(layout.tp, at.tp))
+    """Query and key/value heads of this rank's cut of the weights."""
+    ranks, cut = layout.weight_ranks, layout.place(at, axes.weight_axes())
+    return range(*share(spec.heads, ranks, cut)), range(*Part(spec.kv_heads, heads=spec.heads).rows(ranks, cut))
 
 
 def heads_of(heads: range, group_size: int, ranks: int, index: int) -> tuple[range, range]:

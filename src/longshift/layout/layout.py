@@ -13,19 +13,22 @@
     chunk-auto.host    the same, with a chunk chosen for this machine (`planner.chunk_size`)
     chunk64K.every4.host   of every four blocks only the first one's input waits; every1: of each block its input (`schedule.streamed`)
 
-`tp` varies fastest over ranks, then `ulysses`, `ring`, `dp`, `pp`: the axes that move most bytes sit closest together.
+The axes, `layout.axes`, vary over ranks in their order there: those that move most bytes sit closest together.
 """
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from longshift.errors import UsageError, did_you_mean, nearest, shown
+from longshift.layout import axes
+from longshift.layout.axes import Axis
 from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
-AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
 AUTO = -1  # a chunk chosen before the ranks start, from what the machine can do, as the recomputation "auto" is
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
@@ -35,14 +38,9 @@ Tier = Literal["device", "host", "disk"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
-_DEGREES = {
-    **{"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual"},
-    **{"every": "every", "keep": "kept_blocks"},
-}
-_WRITTEN = (  # fields in the order in which they are written
-    *("pp", "dp", "ring", "ulysses", "tp", "virtual", "order", "recompute", "kept_blocks", "zero", "chunk", "every"),
-    *("offload", "kv", "schedule"),
-)
+_NUMBERS = {"z": "zero", "v": "virtual", "every": "every", "keep": "kept_blocks"}  # fields of words with a number, besides the axes
+# Policies in the order in which they are written, after the axes.
+_POLICIES = ("virtual", "order", "recompute", "kept_blocks", "zero", "chunk", "every", "offload", "kv", "schedule")
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
@@ -62,13 +60,24 @@ MOST_SIZE = 1 << 40  # tokens, bytes or steps that a person writes: more than an
 
 @dataclass(frozen=True)
 class Coord:
-    """A rank's position along each axis."""
+    """A rank's position along each axis. `others`: along axes without a field, by name."""
 
-    tp: int
-    ulysses: int
-    ring: int
-    dp: int
-    pp: int
+    tp: int = 0
+    ulysses: int = 0
+    ring: int = 0
+    dp: int = 0
+    pp: int = 0
+    others: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, places: Mapping[str, int]) -> "Coord":
+        """From the position along every axis, by name."""
+        others = tuple(item for item in places.items() if not hasattr(cls, item[0]))
+        return cls(**{name: place for name, place in places.items() if hasattr(cls, name)}, others=others)
+
+    def along(self, axis: str) -> int:
+        """The position along one axis."""
+        return getattr(self, axis) if hasattr(self, axis) else dict(self.others)[axis]
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,8 @@ class Layout:
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `kv` and `schedule` of a chunked one: see
-    `schedule.chunks`; `every`: see `schedule.streamed`, 0: all blocks keep what their backward needs.
+    `schedule.chunks`; `every`: see `schedule.streamed`, 0: all blocks keep what their backward needs. `others`: degrees of axes without
+    a field, by name.
     """
 
     dp: int = 1
@@ -101,6 +111,7 @@ class Layout:
     schedule: Schedule = "stream"
     every: int = 0
     kept_blocks: int = 0
+    others: tuple[tuple[str, int], ...] = ()
 
     if TYPE_CHECKING:  # what dataclass makes, and the text form
 
@@ -122,6 +133,7 @@ class Layout:
             schedule: Schedule = "stream",
             every: int = 0,
             kept_blocks: int = 0,
+            others: tuple[tuple[str, int], ...] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -143,10 +155,11 @@ class Layout:
             what = f"{shown(digits[0])}... is more than any degree or number of tokens" if len(text) <= 1000 else f"{len(text)} characters"
             raise UsageError(f"layout {shown(text)}: {what}; write one such as dp2.tp2")
         values: dict[str, object] = {}
+        numbers = number_fields()
         for word in text.strip().split("."):
-            match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v|every|keep)(\d+)(?::(\d+(?:-\d+)*))?", word)
-            if match:
-                name, number = _DEGREES[match[1]], int(match[2])
+            match = re.fullmatch(r"([a-z]+)(\d+)(?::(\d+(?:-\d+)*))?", word)
+            if match and match[1] in numbers:
+                name, number = numbers[match[1]], int(match[2])
                 if match[3]:
                     if name != "pp":
                         raise UsageError(f"layout {text!r}: only pp takes a list of layers per stage, as in pp2:3-2")
@@ -167,33 +180,45 @@ class Layout:
             if name in values:
                 raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
             values[name] = value
-        found = cls(**values)  # pyright: ignore[reportArgumentType]
-        if max(found.world, found.virtual, found.every, found.kept_blocks) > MOST_RANKS or found.chunk > MOST_SIZE:
+        degrees = {name: values.pop(name) for name in axes.names() if name in values}
+        layout = cls(**values).with_degrees(degrees)  # pyright: ignore[reportArgumentType]
+        if max(layout.world, layout.virtual, layout.every, layout.kept_blocks) > MOST_RANKS or layout.chunk > MOST_SIZE:
             raise UsageError(
                 f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or keep, and {MOST_SIZE} tokens of a chunk"
             )
-        return found
+        return layout
+
+    def with_degrees(self, degrees: Mapping[str, int]) -> "Layout":
+        """The same with these degrees, by axis."""
+        named = {name: degree for name, degree in degrees.items() if hasattr(self, name)}
+        others = {**dict(self.others), **{name: degree for name, degree in degrees.items() if name not in named}}
+        return replace(self, **named, others=tuple(others.items()))  # pyright: ignore[reportArgumentType]
 
     def __str__(self) -> str:
-        degrees = {field: word for word, field in _DEGREES.items()}
-        flags = {setting: word for word, setting in _FLAGS.items()}
         words = []
-        for field in _WRITTEN:
+        for axis in reversed(axes.AXES):
+            degree = self._degree(axis.name)
+            if axis.shares == "blocks" and self.stages:
+                words.append(f"{axis.word}{degree}:{'-'.join(map(str, self.stages))}")
+            elif degree != 1:
+                words.append(f"{axis.word}{degree}")
+
+        numbers = {field: word for word, field in _NUMBERS.items()}
+        flags = {setting: word for word, setting in _FLAGS.items()}
+        for field in _POLICIES:
             value = getattr(self, field)
-            if field == "pp" and self.stages:
-                words.append(f"pp{value}:{'-'.join(map(str, self.stages))}")
-            elif value == getattr(Layout, field):
+            if value == getattr(Layout, field):
                 continue
-            elif field == "chunk":
+            if field == "chunk":
                 words.append("chunk-auto" if value == AUTO else f"chunk{format_size(value)}")
             else:
-                words.append(f"{degrees[field]}{value}" if field in degrees else flags[field, value])
+                words.append(f"{numbers[field]}{value}" if field in numbers else flags[field, value])
         return ".".join(words) or "dp1"
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.ulysses * self.ring * self.dp * self.pp
+        return self.ranks_along(axes.AXES)
 
     @property
     def open(self) -> bool:
@@ -201,48 +226,86 @@ class Layout:
         return self.chunk == AUTO or self.recompute == "auto"
 
     @property
+    def mesh(self) -> tuple[int, ...]:
+        """Degrees of the axes that share the tokens of a pack, fastest first."""
+        return tuple(self._degree(axis.name) for axis in axes.token_axes())
+
+    @property
     def sequence(self) -> int:
         """Ranks that hold different tokens of one pack between attention and linear layers."""
-        return self.tp * self.ulysses * self.ring
+        return self.ranks_along(axes.token_axes())
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks that a weight is cut for."""
+        return self.ranks_along(axes.weight_axes())
+
+    @property
+    def two_ended_ranks(self) -> int:
+        """Ranks that have a piece from each end of every document."""
+        return self.ranks_along(axes.dealt("two-ended"))
+
+    @property
+    def contiguous_ranks(self) -> int:
+        """Ranks that have neighboring tokens of what `two_ended_ranks` deal."""
+        return self.ranks_along(axes.dealt("contiguous"))
+
+    @property
+    def neighbor_ranks(self) -> int:
+        """Those of `contiguous_ranks` among which the weights see different tokens."""
+        return self.ranks_along(axes.neighbor_axes())
+
+    def ranks_along(self, along: Sequence[Axis]) -> int:
+        """The product of degrees."""
+        return prod(self._degree(axis.name) for axis in along)
 
     def degree(self, axis: str) -> int:
-        if axis not in AXES:
-            raise UsageError(f"{axis!r} is not an axis{did_you_mean(axis, AXES)}")
-        return getattr(self, axis)
+        """Raises UsageError for a name that is no axis's."""
+        if axis not in axes.names():
+            raise UsageError(f"{axis!r} is not an axis{did_you_mean(axis, axes.names())}")
+        return self._degree(axis)
+
+    def _degree(self, axis: str) -> int:
+        return getattr(self, axis) if hasattr(self, axis) else dict(self.others).get(axis, 1)
 
     def coord(self, rank: int) -> Coord:
         """Where a rank stands. Raises UsageError outside the layout's world."""
         if not 0 <= rank < self.world:
             raise UsageError(f"rank {rank} is outside layout {self}, which has ranks 0 to {self.world - 1}")
-        at = {}
-        for axis in AXES:
-            rank, at[axis] = divmod(rank, self.degree(axis))
-        return Coord(**at)
+        places = {}
+        for axis in axes.names():
+            rank, places[axis] = divmod(rank, self._degree(axis))
+        return Coord.of(places)
 
     def rank(self, coord: Coord) -> int:
         """Inverse of `coord`."""
-        rank = 0
-        for axis in reversed(AXES):
-            rank = rank * self.degree(axis) + getattr(coord, axis)
-        return rank
+        return self.place(coord, axes.AXES)
 
-    def ranks(self, *axes: str, of: int) -> tuple[int, ...]:
-        """The ranks that differ from rank `of` along `axes` only, ascending; `of` among them."""
-        for axis in axes:
+    def place(self, coord: Coord, along: Sequence[Axis]) -> int:
+        """Number of a coordinate among the ranks that differ along these axes only."""
+        place = 0
+        for axis in reversed(along):
+            place = place * self._degree(axis.name) + coord.along(axis.name)
+        return place
+
+    def ranks(self, *along: str, of: int) -> tuple[int, ...]:
+        """The ranks that differ from rank `of` along these axes only, ascending; `of` among them."""
+        for axis in along:
             self.degree(axis)
-        at = self.coord(of)
-        varied = (range(self.degree(axis)) if axis in axes else (getattr(at, axis),) for axis in reversed(AXES))
-        return tuple(self.rank(Coord(**dict(zip(reversed(AXES), coords)))) for coords in product(*varied))
+        coord = self.coord(of)
+        slowest_first = axes.names()[::-1]
+        varied = (range(self.degree(axis)) if axis in along else (coord.along(axis),) for axis in slowest_first)
+        return tuple(self.rank(Coord.of(dict(zip(slowest_first, places)))) for places in product(*varied))
 
-    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+    def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
         """All such groups; they partition the world."""
-        for axis in axes:
+        for axis in along:
             self.degree(axis)
-        found: dict[tuple[int, ...], list[int]] = {}
+        others = [axis for axis in axes.AXES if axis.name not in along]
+        groups: dict[int, list[int]] = {}
         for rank in range(self.world):
-            at = self.coord(rank)
-            found.setdefault(tuple(getattr(at, a) for a in AXES if a not in axes), []).append(rank)
-        return tuple(tuple(group) for group in found.values())
+            groups.setdefault(self.place(self.coord(rank), others), []).append(rank)
+        return tuple(tuple(group) for group in groups.values())
 
     def layers_of(self, layers: int) -> tuple[tuple[int, int], ...]:
         """Half-open block range of every virtual stage, in model order. Virtual stage s runs on pipeline coordinate s % pp as its
@@ -290,16 +353,22 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+def number_fields() -> dict[str, str]:
+    """Fields, or axes, by the word that has a number."""
+    return {axis.word: axis.name for axis in reversed(axes.AXES)} | _NUMBERS
+
+
 def _nearest(word: str) -> str:
     """The end of a sentence about an unknown word of a layout. A field's name stands for its word; a number is taken over."""
     examples = {name: flag for flag, (name, _) in reversed(_FLAGS.items())} | {flag: flag for flag in _FLAGS}
-    examples |= {name: f"{short}2" for short, name in _DEGREES.items()} | {short: f"{short}2" for short in _DEGREES}
+    numbers = number_fields()
+    examples |= {name: f"{short}2" for short, name in numbers.items()} | {short: f"{short}2" for short in numbers}
     examples |= {"chunk": "chunk64K", "stages": "pp2:3-1"}
     letters, number = re.sub(r"\d.*", "", word), "".join(re.findall(r"\d+", word)[:1])
     if told := layout_hint(letters.lower()):
         return told
     close = nearest(letters, examples) or nearest(word, examples)
     if not close:
-        return f"; known: {', '.join((*_DEGREES, *_FLAGS, 'chunk64K', 'chunk-auto'))}"
+        return f"; known: {', '.join((*numbers, *_FLAGS, 'chunk64K', 'chunk-auto'))}"
     example = examples[close[0]]
     return f"; did you mean {example[:-1] + number if number and example.endswith('2') else example!r}?"

@@ -9,15 +9,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import log2
+from typing import NamedTuple
 
 from longshift.errors import UsageError
+from longshift.layout import axes
 from longshift.layout.blocks import BLOCK
-from longshift.layout.layout import AUTO, AXES, Layout
+from longshift.layout.layout import AUTO, Layout
 from longshift.layout.placement import local_boxes
 from longshift.spec.model import ModelSpec, share
 
 MOST_CHUNKS = 1024  # of a document alone in its pack: the events of their pairs, half a million at this many, are lists in every rank
-_AXES = tuple(reversed(AXES))
+
+
+class Fault(NamedTuple):
+    """What is wrong with a layout. `rule`: the same for every layout that it refuses, as plans count them; `reason`: with this one's
+    arithmetic, for people."""
+
+    rule: str
+    reason: str
 
 
 def faults(
@@ -38,10 +47,8 @@ def faults(
         return broken  # no arithmetic holds below
     return (
         *_world(spec, layout, world, float8),
-        *_tensor(spec, layout),
-        *(_scaled(spec, layout) if float8 else ()),
-        *_ulysses(spec, layout),
-        *_pipeline(spec, layout),
+        *(fault.reason for fault in mesh_faults(spec, layout, float8)),
+        *(fault.reason for fault in pipeline_faults(spec, layout)),
         *_streaming(layout),
         *_chunks(layout, max_tokens, pack_tokens),
         *_length(spec, max_tokens),
@@ -63,9 +70,10 @@ def check(
 
 
 def _degrees(layout: Layout) -> Iterator[str]:
-    for name in ("dp", "pp", "tp", "ulysses", "ring", "virtual"):
-        if getattr(layout, name) < 1:
-            yield f"{name} is {getattr(layout, name)}: a degree is at least 1"
+    degrees = {name: layout.degree(name) for name in axes.names()} | {"virtual": layout.virtual}
+    for name, degree in degrees.items():
+        if degree < 1:
+            yield f"{name} is {degree}: a degree is at least 1"
     if not 0 <= layout.zero <= 3:
         yield f"zero is {layout.zero}: it is 0, 1, 2 or 3"
 
@@ -73,7 +81,7 @@ def _degrees(layout: Layout) -> Iterator[str]:
 def _world(spec: ModelSpec, layout: Layout, world: int | None, float8: bool) -> Iterator[str]:
     if world is None or world == layout.world:
         return
-    degrees = [str(getattr(layout, name)) for name in _AXES if getattr(layout, name) > 1]
+    degrees = [str(layout.degree(name)) for name in axes.names()[::-1] if layout.degree(name) > 1]
     product = f"{' x '.join(degrees)} = {layout.world}" if len(degrees) > 1 else f"{layout.world}"
     near = [str(other) for other in _nearest(layout, world) if not faults(spec, other, world, float8=float8)][:2]
     hint = f": try {' or '.join(near)}" if near else ""
@@ -82,16 +90,16 @@ def _world(spec: ModelSpec, layout: Layout, world: int | None, float8: bool) -> 
 
 def _nearest(layout: Layout, world: int) -> list[Layout]:
     """Layouts of `world` ranks over dp and the axes in use, those whose degrees change least first."""
-    axes = [name for name in _AXES if name == "dp" or getattr(layout, name) > 1]
+    used = [axis.name for axis in reversed(axes.AXES) if axis.shares == "packs" or layout.degree(axis.name) > 1]
 
     def change(degrees: tuple[int, ...]) -> tuple[float, int]:
         """In doublings; between equals, one that changes dp alone."""
-        changes = [abs(log2(degree / getattr(layout, name))) for name, degree in zip(axes, degrees)]
-        return sum(changes), sum(c > 0 for name, c in zip(axes, changes) if name != "dp")
+        changes = [abs(log2(degree / layout.degree(name))) for name, degree in zip(used, degrees)]
+        return sum(changes), sum(change > 0 for name, change in zip(used, changes) if name != "dp")
 
     layouts = []
-    for degrees in sorted(_factors(world, len(axes)), key=change):
-        other = replace(layout, **dict(zip(axes, degrees)))
+    for degrees in sorted(_factors(world, len(used)), key=change):
+        other = layout.with_degrees(dict(zip(used, degrees)))
         if other.pp != layout.pp:
             other = replace(other, stages=(), virtual=layout.virtual if other.pp > 1 else 1)
         layouts.append(other)
@@ -108,21 +116,34 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factors(number // first, count - 1))
 
 
-def _tensor(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+def mesh_faults(spec: ModelSpec, layout: Layout, float8: bool) -> Iterator[Fault]:
+    """Of the degrees that share weights and tokens."""
+    yield from _tensor(spec, layout)
+    if float8:
+        yield from _scaled(spec, layout)
+    yield from _ulysses(spec, layout)
+
+
+def _tensor(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
     for count, what in ((spec.heads, "query heads"), (spec.ffn, "feed-forward columns"), (spec.vocab, "vocabulary rows")):
         if layout.tp > count:
-            yield f"tp{layout.tp} shares {count} {what} among {layout.tp} ranks, which leaves some none: at most tp{count}"
+            reason = f"tp{layout.tp} shares {count} {what} among {layout.tp} ranks, which leaves some none: at most tp{count}"
+            yield Fault(f"tp above {count} {what}", reason)
     keys = spec.kv_heads
     if spec.keys_stay_whole and layout.tp <= spec.heads and keys % layout.tp:
         works = max(tp for tp in range(1, layout.tp) if keys % tp == 0)
-        yield f"tp{layout.tp} gives some of {keys} key/value heads to two ranks, and the norm over all keys counts each once: try tp{works}"
+        reason = (
+            f"tp{layout.tp} gives some of {keys} key/value heads to two ranks, and the norm over all keys counts each once: try tp{works}"
+        )
+        yield Fault(f"tp that does not divide {keys} key/value heads", reason)
 
 
-def _scaled(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+def _scaled(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
     cut = cut_inside_a_block(spec, layout.tp)
     if layout.tp <= spec.heads and cut:
         works = max(tp for tp in range(1, layout.tp) if not cut_inside_a_block(spec, tp))
-        yield f"tp{layout.tp} cuts {cut} inside a block of {BLOCK} that shares a scale under precision float8: try tp{works}"
+        reason = f"tp{layout.tp} cuts {cut} inside a block of {BLOCK} that shares a scale under precision float8: try tp{works}"
+        yield Fault("tp that cuts blocks of a scale of float8", reason)
 
 
 @lru_cache(maxsize=1024)
@@ -130,45 +151,54 @@ def cut_inside_a_block(spec: ModelSpec, tp: int) -> str | None:
     """The first weight of a block of the model that so many tensor-parallel ranks cut elsewhere than at multiples of BLOCK, or give in
     part to two of them; None where there is none."""
     layout, seen = Layout(tp=tp), set[tuple]()
+    coords = [layout.coord(rank) for rank in range(tp)]
     for p in spec.params:
         key = p.shape, p.dim, p.parts
         if p.dim is None or len(p.shape) != 2 or not 0 < p.unit <= spec.layers or key in seen or p.role.endswith(("_lora_a", "_lora_b")):
             continue
         seen.add(key)
-        size, boxes = p.shape[p.dim], [box for rank in range(tp) for box in local_boxes(p, layout, rank)]
+        size, boxes = p.shape[p.dim], [box for coord in coords for box in local_boxes(p, layout, coord)]
         edges = {edge for box in boxes for edge in (box.start[p.dim], box.stop[p.dim])}
         if any(edge % BLOCK and edge != size for edge in edges) or sum(box.shape[p.dim] for box in boxes) > size:
             return p.name
     return None
 
 
-def _ulysses(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+def _ulysses(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
     """Ulysses shares a tensor-parallel rank's query heads; fewer key/value heads are replicated."""
     least, largest_tp = spec.heads // layout.tp, spec.heads // layout.ulysses
     if 1 <= least < layout.ulysses:
         after = f" after tp{layout.tp} (of {spec.heads})" if layout.tp > 1 else ""
         other = f", or tp{largest_tp} with u{layout.ulysses}" if 1 <= largest_tp < layout.tp else ""
         shares = f"u{layout.ulysses} shares {_count(least, 'query head')}{after} among {layout.ulysses} ranks"
-        yield f"{shares}: at most u{least}{other}; ring has no such limit"
+        rule = "ulysses above the query heads of a tensor-parallel rank"
+        yield Fault(rule, f"{shares}: at most u{least}{other}; ring has no such limit")
 
 
-def _pipeline(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+def pipeline_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
+    """Of the stages, their order and their sizes."""
     pp, virtual, layers = layout.pp, layout.virtual, spec.layers
     if layout.order == "vertical" and pp * virtual > 1:
-        yield "vertical takes all micro-batches through a block before the next, and stages wait for each: drop vertical, or pp and v"
+        yield Fault(
+            "vertical in stages",
+            "vertical takes all micro-batches through a block before the next, and stages wait for each: drop vertical, or pp and v",
+        )
     if layout.order == "vertical" and layout.chunk:
-        yield "vertical is said of packs that are computed whole, and this layout has chunks: drop it"
+        yield Fault("vertical in chunks", "vertical is said of packs that are computed whole, and this layout has chunks: drop it")
     if virtual > 1 and layout.order == "gpipe":
-        yield f"gpipe and v{virtual} contradict: model chunks are what 1F1B interleaves; drop gpipe or v{virtual}"
+        reason = f"gpipe and v{virtual} contradict: model chunks are what 1F1B interleaves; drop gpipe or v{virtual}"
+        yield Fault("virtual stages under gpipe", reason)
     if virtual > 1 and pp == 1:
-        yield f"v{virtual} interleaves the model chunks of several pipeline ranks, and pp is 1: drop v{virtual} or add pp2"
+        reason = f"v{virtual} interleaves the model chunks of several pipeline ranks, and pp is 1: drop v{virtual} or add pp2"
+        yield Fault("virtual stages without a pipeline", reason)
     elif pp * virtual > layers:
         made = f"pp{pp}.v{virtual} makes {pp} x {virtual} = {pp * virtual}" if virtual > 1 else f"pp{pp} makes {pp}"
         works = [f"pp{p}.v{v}" for p, v in ((layers // virtual, virtual), (pp, layers // pp)) if p > 1 and v > 1]
         most = " or ".join(works) or f"pp{min(pp, layers)}"
-        yield f"{made} stages of at least one block, the model has {layers}: at most {most}"
+        reason = f"{made} stages of at least one block, the model has {layers}: at most {most}"
+        yield Fault(f"stages without one of {layers} blocks", reason)
     if layout.stages:
-        yield from _stages(layout, layers)
+        yield from (Fault("stages of other sizes", reason) for reason in _stages(layout, layers))
 
 
 def _stages(layout: Layout, layers: int) -> Iterator[str]:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 
+from longshift.layout import axes
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Coord, Layout
 from longshift.spec.model import ModelSpec, Param, Part, share
 
 
@@ -126,21 +127,22 @@ def _stages(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
 
 def holders_of(layout: Layout, pps: tuple[int, ...]) -> tuple[int, ...]:
     """All ranks of these stages, ascending."""
-    return _holders(layout, pps, tuple(range(layout.tp)))
+    return _holders(layout, pps, tuple(range(layout.weight_ranks)))
 
 
-def local_boxes(param: Param, layout: Layout, tp: int) -> tuple[Box, ...]:
-    """Boxes of a weight on tensor-parallel coordinate `tp`. The rank's tensor is their concatenation along `param.dim`."""
+def local_boxes(param: Param, layout: Layout, at: Coord) -> tuple[Box, ...]:
+    """Boxes of a weight on the rank that stands at `at`. Its tensor is their concatenation along `param.dim`."""
     whole = Box.whole(param.shape)
     if param.dim is None:
         return (whole,)
-    return tuple(whole.cut(param.dim, start + a, start + b) for start, a, b in _cuts(param.parts, layout.tp, tp))
+    cuts = _cuts(param.parts, layout.weight_ranks, layout.place(at, axes.weight_axes()))
+    return tuple(whole.cut(param.dim, start + first, start + last) for start, first, last in cuts)
 
 
 def pieces_of(spec: ModelSpec, layout: Layout, param: Param) -> tuple[Piece, ...]:
-    """The pieces of a weight. Neighbouring tensor-parallel coordinates that share a key/value head share its piece."""
-    found = _boxes_with_holders(layout, stages_of(spec, layout, param), param.shape, param.dim, param.parts)
-    return tuple(Piece(param.name, box, holders) for box, holders in found)
+    """The pieces of a weight. Neighboring ranks that share a key/value head share its piece."""
+    pieces = _boxes_with_holders(layout, stages_of(spec, layout, param), param.shape, param.dim, param.parts)
+    return tuple(Piece(param.name, box, holders) for box, holders in pieces)
 
 
 @cache
@@ -150,15 +152,21 @@ def _boxes_with_holders(
     """The pieces of every weight of these sizes on these stages: those of all blocks of a stage are alike."""
     whole = Box.whole(shape)
     if dim is None:
-        return ((whole, _holders(layout, pps, tuple(range(layout.tp)))),)
-    spans = [(tp, start + a, start + b) for tp in range(layout.tp) for start, a, b in _cuts(parts, layout.tp, tp)]
-    edges = sorted({edge for _, a, b in spans for edge in (a, b)})
-    found = []
-    for a, b in pairwise(edges):
-        tps = tuple(sorted({tp for tp, first, last in spans if first <= a and b <= last}))
-        if tps:
-            found.append((whole.cut(dim, a, b), _holders(layout, pps, tps)))
-    return tuple(found)
+        return ((whole, holders_of(layout, pps)),)
+
+    # 1. What each cut of the weights has of the cut dim.
+    spans = []
+    for cut in range(layout.weight_ranks):
+        spans += [(cut, start + first, start + last) for start, first, last in _cuts(parts, layout.weight_ranks, cut)]
+
+    # 2. Between neighboring edges all elements have the same holders.
+    edges = sorted({edge for _, first, last in spans for edge in (first, last)})
+    pieces = []
+    for begin, end in pairwise(edges):
+        cuts = tuple(sorted({cut for cut, first, last in spans if first <= begin and end <= last}))
+        if cuts:
+            pieces.append((whole.cut(dim, begin, end), _holders(layout, pps, cuts)))
+    return tuple(pieces)
 
 
 @cache
@@ -204,7 +212,7 @@ def boxes_on(spec: ModelSpec, layout: Layout, rank: int) -> Mapping[int, Mapping
         if at.pp in stages_of(spec, layout, param):
             key = param.shape, param.dim, param.parts
             if key not in alike:
-                alike[key] = local_boxes(param, layout, at.tp)
+                alike[key] = local_boxes(param, layout, at)
             units.setdefault(moving_unit(spec, param), {})[param.name] = alike[key]
     return dict(sorted(units.items()))
 
@@ -237,15 +245,18 @@ def _among(rank: int, holders: tuple[int, ...]) -> bool:
     return place < len(holders) and holders[place] == rank
 
 
-def _cuts(parts: tuple[Part, ...], tp_degree: int, tp: int) -> Iterator[tuple[int, int, int]]:
+def _cuts(parts: tuple[Part, ...], ranks: int, cut: int) -> Iterator[tuple[int, int, int]]:
+    """Where each part begins, and which of its rows the `cut`-th of so many ranks has."""
     start = 0
     for part in parts:
-        a, b = part.rows(tp_degree, tp)
-        yield start, a, b
+        first, last = part.rows(ranks, cut)
+        yield start, first, last
         start += part.units * part.size
 
 
 @cache
-def _holders(layout: Layout, pps: tuple[int, ...], tps: tuple[int, ...]) -> tuple[int, ...]:
-    inner = layout.ulysses * layout.ring * layout.dp
-    return tuple(sorted(tp + layout.tp * (i + inner * pp) for pp in pps for i in range(inner) for tp in tps))
+def _holders(layout: Layout, pps: tuple[int, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of these stages that have these cuts of the weights, ascending: cuts vary fastest over ranks, stages slowest."""
+    weight_ranks = layout.weight_ranks
+    sharing = layout.world // layout.pp // weight_ranks
+    return tuple(sorted(cut + weight_ranks * (other + sharing * pp) for pp in pps for other in range(sharing) for cut in cuts))

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from longshift.dist.collectives import Group, Pending
 from longshift.model.attention import Attention
+from longshift.model.decoder import MicroBatch
+from longshift.parallel.seams import LayoutOps
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.schedule.sequence import pairs_across as pairs_across  # step.chunked takes it from here
 
@@ -75,6 +77,14 @@ def backward_into(
         kv = following
     arriving.wait()
     dkv += received
+
+
+class RingSeams(LayoutOps):
+    """The ring in place of attention, on the heads that Ulysses leaves."""
+
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
+        qkv = self.to_heads(q_TNH, k_TKH, v_TKH)
+        return self.to_tokens(RingAttention.apply(*qkv, micro.order, window, self.attention, self.groups["ring"]))  # pyright: ignore
 
 
 class RingAttention(torch.autograd.Function):

@@ -20,6 +20,30 @@ from torch import Tensor
 from longshift.dist.collectives import GatherTokens, Group, ScatterTokens
 from longshift.model.functions import WRITTEN_OUT, Elementwise
 from longshift.model.loss import CrossEntropySum
+from longshift.parallel.seams import LayoutOps
+
+
+class TensorSeams(LayoutOps):
+    """Tensor parallelism around the halves of a block, the embedding and the loss."""
+
+    @property
+    def tensor_group(self) -> Group:
+        return self.groups["tp"]
+
+    def enter(self, x: Tensor) -> Tensor:
+        return enter(x, self.tensor_group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return leave(x, self.tensor_group)
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        return self.tensor_group.all_reduce(x)
+
+    def embed(self, weight_VD: Tensor, tokens_T: Tensor) -> Tensor:
+        return embed(weight_VD, tokens_T, self.vocab_first, self.tensor_group)
+
+    def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
+        return loss(logits_TV, labels_T, self.vocab_first, self.tensor_group, by)
 
 
 def enter(x: Tensor, group: Group) -> Tensor:

@@ -20,7 +20,22 @@ from torch import Tensor
 
 from longshift.dist.collectives import Group
 from longshift.layout.heads import heads_of
+from longshift.model.attention import match_heads
+from longshift.parallel.seams import LayoutOps
 from longshift.spec.model import share
+
+
+class UlyssesSeams(LayoutOps):
+    """Ulysses around attention."""
+
+    def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        group, group_size = self.groups["ulysses"], self.spec.heads // self.spec.kv_heads
+        q, k, v = to_heads(q_TNH, k_TKH, v_TKH, self.heads, self.kv_heads, group_size, group)
+        queries, keys = heads_of(self.heads, group_size, group.size, group.index)
+        return q, *match_heads(k, v, queries, keys, group_size)
+
+    def to_tokens(self, o_TNH: Tensor) -> Tensor:
+        return to_tokens(o_TNH, self.heads, self.groups["ulysses"])
 
 
 def to_heads(

@@ -1,7 +1,7 @@
 """Candidates: every layout of whole packs that a model and a world allow, as arrays; and why each of the others is refused.
 
-A candidate is a mesh (tp, ulysses, ring, dp, pp, virtual), an order of the pipeline and its policies (ZeRO, recomputation). The rules are
-those of `layout.legal`, on arrays. Beyond these a candidate is refused that is another one under a second name, or can never be better
+A candidate is a mesh (a degree of each axis, virtual stages), an order of the pipeline and its policies (ZeRO, recomputation). The rules
+are those of `layout.legal`. Beyond these a candidate is refused that is another one under a second name, or can never be better
 than it.
 """
 
@@ -11,16 +11,17 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from longshift.errors import UsageError, did_you_mean
+from longshift.layout import axes
+from longshift.layout.axes import Axis
 from longshift.layout.layout import Layout
-from longshift.layout.legal import cut_inside_a_block
+from longshift.layout.legal import mesh_faults, pipeline_faults
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.spec.model import ModelSpec
 
 VIRTUAL = (1, 2, 4, 8)  # model chunks a pipeline rank: the bubble halves with each, and messages double
 ZERO = (0, 1, 2, 3)
 ORDERS = ("1f1b", "gpipe")  # codes: positions here
-AXES = ("tp", "ulysses", "ring", "dp", "pp")
-CHOICES = (*AXES, "virtual", "order", "zero", "recompute")  # what a person can fix
+CHOICES = (*axes.names(), "virtual", "order", "zero", "recompute")  # what a person can fix
 
 Fixed = Mapping[str, Sequence[int | str]]
 
@@ -50,23 +51,44 @@ class Candidates:
         """int64 [candidates, 9], the fields in their order."""
         return np.stack([getattr(self, f.name) for f in fields(self)], 1)
 
+    def degree(self, axis: str) -> np.ndarray:
+        return getattr(self, axis)
+
+    def _ranks_along(self, along: Sequence[Axis]) -> np.ndarray:
+        return np.prod([self.degree(axis.name) for axis in along], axis=0)
+
     @property
     def holders(self) -> np.ndarray:
         """Ranks that compute with the same weights."""
-        return self.dp * self.ulysses * self.ring
+        return self._ranks_along(axes.holder_axes())
+
+    @property
+    def weight_ranks(self) -> np.ndarray:
+        """Ranks that a weight is cut for."""
+        return self._ranks_along(axes.weight_axes())
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """Ranks that share the tokens of a pack."""
+        return self._ranks_along(axes.token_axes())
+
+    @property
+    def world(self) -> np.ndarray:
+        return self._ranks_along(axes.AXES)
 
     def layout(self, index: int) -> Layout:
         """The candidate as a layout."""
-        one = {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
-        order, recompute = ORDERS[one.pop("order")], RECOMPUTE[one.pop("recompute")]
-        return Layout(**one, order=order, recompute=recompute)  # pyright: ignore[reportArgumentType]
+        values = {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
+        order, recompute = ORDERS[values.pop("order")], RECOMPUTE[values.pop("recompute")]
+        return Layout(**values, order=order, recompute=recompute)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> "Candidates":
         """Candidates of whole packs as candidates."""
-        rows = [
-            (*(getattr(one, name) for name in AXES), one.virtual, ORDERS.index(one.order), one.zero, recompute_code(one)) for one in layouts
-        ]
+        rows = []
+        for layout in layouts:
+            policies = layout.virtual, ORDERS.index(layout.order), layout.zero, recompute_code(layout)
+            rows.append((*map(layout.degree, axes.names()), *policies))
         return cls(*np.array(rows, np.int64).reshape(len(rows), 9).T)
 
 
@@ -83,11 +105,12 @@ def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None, f
     """Every candidate on `world` ranks whose choices are among those `fixed`. `float8`: whether matmuls take factors of eight bits. Raises
     UsageError for a choice that does not exist."""
     choices = _choices(world, fixed or {})
-    grid = _product([choices[name] for name in ("tp", "ulysses", "ring", "pp")])
-    tp, ulysses, ring, pp = grid[world % grid.prod(1) == 0].T
-    dp = world // (tp * ulysses * ring * pp)
-    here = np.isin(dp, choices["dp"])
-    meshes = np.stack([tp, ulysses, ring, dp, pp], 1)[here]
+    names = axes.names()
+    others = [name for name in names if name != "dp"]
+    grid = _product([choices[name] for name in others])
+    grid = grid[world % grid.prod(1) == 0]
+    meshes = np.insert(grid, names.index("dp"), world // grid.prod(1), axis=1)
+    meshes = meshes[np.isin(meshes[:, names.index("dp")], choices["dp"])]
     policies = _product([choices[name] for name in ("virtual", "order", "zero", "recompute")])
     of_order = np.lexsort(meshes.T)
     whole = np.concatenate([np.repeat(meshes[of_order], len(policies), 0), np.tile(policies, (len(meshes), 1))], 1)
@@ -101,20 +124,22 @@ def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None, f
 
 
 def illegal(spec: ModelSpec, at: Candidates, float8: bool = False) -> dict[str, np.ndarray]:
-    """Which candidates break each rule of `layout.legal`, bool [candidates] by reason."""
-    stages = at.pp * at.virtual
-    cut = [tp for tp in np.unique(at.tp).tolist() if tp <= spec.heads and cut_inside_a_block(spec, tp)] if float8 else []
-    return {
-        f"tp above {spec.heads} query heads": at.tp > spec.heads,
-        f"tp above {spec.ffn} feed-forward columns": at.tp > spec.ffn,
-        f"tp above {spec.vocab} vocabulary rows": at.tp > spec.vocab,
-        f"tp that does not divide {spec.kv_heads} key/value heads": spec.keys_stay_whole & (spec.kv_heads % at.tp > 0),
-        "tp that cuts blocks of a scale of float8": np.isin(at.tp, cut),
-        "ulysses above the query heads of a tensor-parallel rank": (at.tp <= spec.heads) & (spec.heads // at.tp < at.ulysses),
-        "virtual stages without a pipeline": (at.virtual > 1) & (at.pp == 1),
-        "virtual stages under gpipe": (at.virtual > 1) & (at.order == ORDERS.index("gpipe")),
-        f"stages without one of {spec.layers} blocks": stages > spec.layers,
-    }
+    """Which candidates break each rule of `layout.legal`, bool [candidates] by rule. Rules ask for degrees that many candidates share."""
+    broken: dict[str, np.ndarray] = {}
+    mesh = tuple(axis.name for axis in axes.token_axes())
+    asked = (
+        (mesh, lambda layout: mesh_faults(spec, layout, float8)),
+        (("pp", "virtual", "order"), lambda layout: pipeline_faults(spec, layout)),
+    )
+    for names, faults_of in asked:
+        columns = np.stack([getattr(at, name) for name in names], 1)
+        first, index = np.unique(columns, axis=0, return_index=True, return_inverse=True)[1:]
+        rules: dict[str, list[int]] = {}
+        for number, place in enumerate(first.tolist()):
+            for fault in faults_of(at.layout(place)):
+                rules.setdefault(fault.rule, []).append(number)
+        broken |= {rule: np.isin(index.reshape(-1), numbers) for rule, numbers in rules.items()}
+    return broken
 
 
 def unevenness(spec: ModelSpec, at: Candidates) -> np.ndarray:
@@ -130,7 +155,7 @@ def _choices(world: int, fixed: Fixed) -> dict[str, np.ndarray]:
             raise UsageError(f"{name!r} is nothing that a plan chooses{did_you_mean(name, CHOICES)}")
     divisors = [n for n in range(1, int(world**0.5) + 1) if world % n == 0]
     divisors = sorted({*divisors, *(world // n for n in divisors)})
-    known: dict[str, Sequence[int | str]] = dict.fromkeys(AXES, divisors)
+    known: dict[str, Sequence[int | str]] = dict.fromkeys(axes.names(), divisors)
     known |= {"virtual": VIRTUAL, "order": ORDERS[:1], "zero": ZERO, "recompute": RECOMPUTE}
     words = {"order": ORDERS, "recompute": RECOMPUTE}
     found = {}

@@ -106,6 +106,6 @@ def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine:
 
 def _rate(spec: ModelSpec, layout: Layout, tokens: int, machine: Machine) -> float:
     """Of attention of a chunk to a chunk, forward and backward, in FLOP/s."""
-    heads, sizes = Heads(*own_heads(spec, layout, layout.coord(0)), spec.head_width), (tokens / layout.ring, tokens)
+    heads, sizes = Heads(*own_heads(spec, layout, layout.coord(0)), spec.head_width), (tokens / layout.two_ended_ranks, tokens)
     flops = sum(float(attention_flops(*sizes, heads, way, causal=False)) for way in DIRECTIONS)
     return flops / sum(float(machine.cluster.attention_s(*sizes, heads, machine.dtype, way, beyond=True)) for way in DIRECTIONS)

@@ -112,13 +112,13 @@ def _group_seconds(cost: Cost, at: Candidates, capacity: np.ndarray, load: Load)
 def step_seconds(cost: Cost, at: Candidates, micros: np.ndarray, tokens: np.ndarray, pairs: np.ndarray) -> GroupSeconds:
     """Seconds of a step with `micros` micro-batches a replica, of packs of so many `tokens` and causal `pairs` (sum of n^2/2)."""
     constants, sizes = cost.rates.constants, cost.sizes
-    mesh = Mesh(at.tp, at.ulysses, at.ring)
+    mesh = Mesh.of(at)
     blocks = at.virtual * np.ceil(sizes.layers / (at.pp * at.virtual))  # of the slowest stage
     weights = _weight_traffic(cost, at)
     block = _block(cost, mesh, at, weights, micros, tokens, pairs)
 
     # 1. Units of the slowest stage; the last one has fewer blocks, and the head.
-    head_s, embeddings_s = _ends(cost, mesh, tokens, pairs)
+    head_s, embeddings_s = _ends(cost, mesh, at, tokens, pairs)
     fewer_blocks = at.virtual * np.floor(sizes.layers / (at.pp * at.virtual)) - blocks
     ends_s = np.where(at.pp > 1, np.maximum(embeddings_s, head_s + fewer_blocks * block.seconds), head_s + embeddings_s)
     slot_s = blocks * block.seconds + ends_s
@@ -139,11 +139,11 @@ def step_seconds(cost: Cost, at: Candidates, micros: np.ndarray, tokens: np.ndar
 
     # 4. Hidden traffic crowds the device; ranks wait for the slowest of them.
     per_node = cost.rates.fabric.per_node
-    sequence = at.tp * at.ulysses * at.ring
-    crowd_of_ring, crowd_of_weights = cost.rates.crowd(sequence > per_node), cost.rates.crowd(sequence * at.dp > per_node)
-    crowded_s = micros * blocks * (crowd_of_ring * block.hidden_ring_s + crowd_of_weights * block.hidden_weights_s)
+    crowd_of_tokens = cost.rates.crowd(at.sequence > per_node)
+    crowd_of_weights = cost.rates.crowd(at.sequence * at.dp > per_node)
+    crowded_s = micros * blocks * (crowd_of_tokens * block.hidden_tokens_s + crowd_of_weights * block.hidden_weights_s)
     crowded_once_s = crowd_of_weights * (gathered_s - gathered_shown_s + reduced_s - reduced_shown_s)
-    waits = 1 + constants.jitter * np.log2(np.maximum(at.tp * at.ulysses * at.ring * at.dp * at.pp, 1))
+    waits = 1 + constants.jitter * np.log2(np.maximum(at.world, 1))
     group_s = micros * slot_s + np.where(at.pp > 1, fill_s + messages_s, 0.0) + crowded_s
     once_s = gathered_shown_s + reduced_shown_s + weights.coded_once(at.zero, blocks) + optimizer_s + crowded_once_s
     return GroupSeconds(group_s * waits, once_s * waits)
@@ -195,9 +195,9 @@ class _WeightTraffic:
 
 def _weight_traffic(cost: Cost, at: Candidates) -> _WeightTraffic:
     sizes, habits, rates = cost.sizes, cost.habits, cost.rates
-    elements = sizes.block_elements / at.tp
+    elements = sizes.block_elements / at.weight_ranks
     ends = np.where(at.pp > 1, 1.0, 2.0 - sizes.tied) * sizes.head_elements / sizes.block_elements
-    per_node = np.maximum(1, rates.fabric.per_node / at.tp)
+    per_node = np.maximum(1, rates.fabric.per_node / at.weight_ranks)
     gradient_bytes = elements * habits.gradient_bytes * habits.reduced * sizes.trained
     is_coded = habits.reduce_coded > 0  # then gradients go by an all-to-all
     all_reduce_s = rates.collective_s("all_reduce", gradient_bytes, at.holders, per_node)
@@ -225,14 +225,14 @@ class _Block:
 
     forward_s, backward_s                 with the traffic that they do not hide; recomputation is the backward's
     forward_window_s, backward_window_s   in which links are free
-    hidden_ring_s, hidden_weights_s       traffic under computation
+    hidden_tokens_s, hidden_weights_s     traffic under computation
     """
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     forward_window_s: np.ndarray
     backward_window_s: np.ndarray
-    hidden_ring_s: np.ndarray
+    hidden_tokens_s: np.ndarray
     hidden_weights_s: np.ndarray
 
     @property
@@ -250,8 +250,7 @@ def _block(
     turns = forward, again, backward
     forward_s, again_s, backward_s = (turn.exposed_s(cost.launch_s) for turn in turns)
     free_s = [
-        np.maximum(0.0, turn_s - turn.tensor_s - turn.ulysses_s - turn.ring_s)
-        for turn, turn_s in zip(turns, (forward_s, again_s, backward_s))
+        np.maximum(0.0, turn_s - turn.waited_s - turn.under_attention_s) for turn, turn_s in zip(turns, (forward_s, again_s, backward_s))
     ]
 
     # A block's gathers travel under the block before. Its reduction has what they leave of the backward, and of the next forward.
@@ -271,15 +270,15 @@ def _block(
         backward_s=again_s + backward_s + gathers_shown[1] + reduce_shown_s + gather_coded_s + reduce_coded_s,
         forward_window_s=left[0],
         backward_window_s=np.maximum(0.0, left[1] - reduce_s),
-        hidden_ring_s=np.asarray(sum(np.minimum(turn.ring_s, turn.attention_s) for turn in turns)),
+        hidden_tokens_s=np.asarray(sum(np.minimum(turn.under_attention_s, turn.attention_s) for turn in turns)),
         hidden_weights_s=2 * gather_s - sum(gathers_shown) + reduce_s - reduce_shown_s,
     )
 
 
-def _ends(cost: Cost, mesh: Mesh, tokens: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ends(cost: Cost, mesh: Mesh, at: Candidates, tokens: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the head with the loss, and of the embeddings, on one pack."""
     table = cost.sizes.head_elements * cost.sizes.head_trained
-    rows = tokens / (np.asarray(mesh.ulysses) * mesh.ring * mesh.tp)
+    rows = tokens / at.sequence
     loss_blocks = np.ceil(rows / rows_at_once(rows, cost.spec.width, cost.spec.vocab))
     head = cost.turn("head", "loss", "", mesh, tokens, pairs) + cost.accumulated(mesh, table).times(loss_blocks)
     embeddings = cost.accumulated(mesh, table, embeddings=True)
@@ -287,15 +286,15 @@ def _ends(cost: Cost, mesh: Mesh, tokens: np.ndarray, pairs: np.ndarray) -> tupl
         embeddings = embeddings + cost.turn("embeddings", turn, "embed", mesh, tokens, pairs)
 
     def seconds(work: Work) -> np.ndarray:
-        return work.compute_s(cost.launch_s) + work.tensor_s
+        return work.compute_s(cost.launch_s) + work.waited_s
 
     return seconds(head), seconds(embeddings)
 
 
 def _message_s(cost: Cost, at: Candidates, tokens: np.ndarray) -> np.ndarray:
     """Seconds of one residual stream to the next stage: each rank sends its share through its own card."""
-    size_bytes = tokens / (at.ulysses * at.ring * at.tp) * cost.spec.width * cost.rates.element_bytes
-    ranks_of_stage = at.tp * at.ulysses * at.ring * at.dp
+    size_bytes = tokens / at.sequence * cost.spec.width * cost.rates.element_bytes
+    ranks_of_stage = at.sequence * at.dp
     near = np.where(ranks_of_stage < cost.rates.fabric.per_node, 2, 1)
     return cost.rates.collective_s("send", size_bytes, 2, near)
 
@@ -304,11 +303,13 @@ def switch_seconds(cost: Cost, at: Candidates, ahead_bytes: float) -> np.ndarray
     """Seconds that entering each layout's cut takes and bringing its gradients home, float64 [candidates]: every rank gets its weights from
     all others and gives sums back. A slice goes to a node once and is passed on inside it. `ahead_bytes` of weights travel hidden."""
     sizes, fabric, spec = cost.sizes, cost.rates.fabric, cost.spec
-    world = at.tp * at.holders * at.pp
-    wanted = (spec.layers * sizes.block_elements + (2.0 - spec.tied) * sizes.head_elements) / at.pp / at.tp
+    world = at.world
+    wanted = (spec.layers * sizes.block_elements + (2.0 - spec.tied) * sizes.head_elements) / at.pp / at.weight_ranks
     per_node = np.minimum(fabric.per_node, world)
     nodes = np.ceil(world / per_node)
-    distinct = np.minimum(per_node, np.where(world / at.pp < per_node, at.tp * per_node * at.pp / world, at.tp)) / per_node
+    distinct = (
+        np.minimum(per_node, np.where(world / at.pp < per_node, at.weight_ranks * per_node * at.pp / world, at.weight_ranks)) / per_node
+    )
 
     def moved_s(size_bytes: np.ndarray) -> np.ndarray:
         inside = size_bytes * (per_node - 1) / per_node / fabric.node_bytes_per_s

@@ -56,9 +56,9 @@ class Elements:
 def elements(spec: ModelSpec, at: Candidates, first: bool) -> Elements:
     """Weights on the first or the last pipeline coordinate."""
     cut, whole, keys = _weights(spec, spec.layers)
-    replicated = np.maximum(1.0, at.tp / spec.kv_heads) if keys else 1.0
-    block = (cut - keys) / at.tp + keys / at.tp * replicated + whole
-    own_block = (cut - keys) / at.tp + keys / at.tp + whole / at.tp
+    replicated = np.maximum(1.0, at.weight_ranks / spec.kv_heads) if keys else 1.0
+    block = (cut - keys) / at.weight_ranks + keys / at.weight_ranks * replicated + whole
+    own_block = (cut - keys) / at.weight_ranks + keys / at.weight_ranks + whole / at.weight_ranks
     blocks = blocks_of(spec, at, first)
     table = spec.vocab * spec.width
     starts, ends = (first | (at.pp == 1)), ((not first) | (at.pp == 1))
@@ -69,8 +69,8 @@ def elements(spec: ModelSpec, at: Candidates, first: bool) -> Elements:
     else:
         ends_cut = own_ends = (starts.astype(float) + ends) * table
     norms = ends * spec.width
-    all_here = blocks * block + ends_cut / at.tp + starts * positions + norms
-    own = (blocks * own_block + own_ends / at.tp + (starts * positions + norms) / at.tp) / at.holders
+    all_here = blocks * block + ends_cut / at.weight_ranks + starts * positions + norms
+    own = (blocks * own_block + own_ends / at.weight_ranks + (starts * positions + norms) / at.weight_ranks) / at.holders
     return Elements(blocks, block, all_here, own)
 
 
@@ -143,7 +143,7 @@ class BlockBytes:
 
 def block_bytes(training: Training, at: Candidates) -> BlockBytes:
     """What blocks keep and need under each candidate's mesh and recomputation."""
-    mesh = Mesh(at.tp, at.ulysses, at.ring)
+    mesh = Mesh.of(at)
     meshes, index = mesh.distinct
 
     def held(part: Part, phase: Phase, selective: bool = False) -> np.ndarray:
@@ -166,7 +166,7 @@ def block_bytes(training: Training, at: Candidates) -> BlockBytes:
         )
         return np.array([turn_calls(kind).held_bytes for kind in kinds]).reshape(-1, 2).T[:, index]
 
-    stream = training.formats.compute_bytes * training.spec.width / (at.tp * at.ulysses * at.ring)
+    stream = training.formats.compute_bytes * training.spec.width / at.sequence
     kept, turn = held("block", "forward")[0], held("block", "backward")[1]
     if training.transport == "nccl" and training.formats.compute_bytes > 2:
         turn = np.zeros(len(at))  # scores of float32 grow with the square of a document
@@ -223,7 +223,7 @@ def _stage_bytes(
     has_two_blocks = own.blocks >= 2 * at.virtual
     beside_turn = np.zeros(len(at))
     if adds_inside(small, formats.home_bytes, training.transport == "nccl"):
-        of_head = has_head * (not spec.tied) * leaving * spec.vocab * spec.width / at.tp
+        of_head = has_head * (not spec.tied) * leaving * spec.vocab * spec.width / at.weight_ranks
         of_two_blocks = (wide + leaving) * own.block - kept
         beside_turn = np.maximum(wide * own.block + of_head, np.where(has_two_blocks, of_two_blocks, 0.0))
     turn = turn_of_block + np.where(is_reduced, beside_turn, 0.0)

@@ -11,6 +11,7 @@ import numpy as np
 
 from longshift.layout.legal import faults
 from longshift.planner.memory_bound import least_of_way
+from longshift.planner.shortlist import CUT
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.task import Task
 from longshift.planner.uneven import evened
@@ -192,5 +193,5 @@ def _leaders(ways: Sequence[tuple[Edge, ...]], number: int) -> list[tuple[Edge, 
 
 
 def one_cut(edges: Sequence[Edge]) -> bool:
-    """Whether the layouts differ in Ulysses, ring and replicas alone: what context parallelism alone can choose."""
-    return len({(edge.use.tp, edge.use.pp, edge.use.virtual) for edge in edges}) == 1
+    """Whether the layouts cut the weights alike: what context parallelism alone can choose."""
+    return len({tuple(getattr(edge.use, name) for name in CUT) for edge in edges}) == 1

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from longshift.layout import axes
 from longshift.layout.layout import Layout
 from longshift.planner.assign import Tally, assignments, tally
 from longshift.planner.candidates import ORDERS, Candidates, Enumeration, enumerate_layouts
@@ -33,8 +34,8 @@ MOST_SINGLES = 8  # single layouts, each of another mesh
 REPACKED = 128  # single layouts that larger packs are tried for
 DOUBLINGS = 12  # of packs, down from a step's tokens
 HALVINGS = 3  # of the largest packs of a group
-MESH = ("tp", "ulysses", "ring", "dp", "pp", "virtual")
-CUT = ("tp", "pp", "virtual")  # what cuts the weights
+MESH = (*axes.names(), "virtual")
+CUT = (*(axis.name for axis in axes.AXES if axis.shares in ("weights", "blocks")), "virtual")  # what cuts the weights
 MOST_CUTS = 3  # of the best single layouts, that assignments of one cut are looked for
 
 

@@ -7,6 +7,7 @@ others may be.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from longshift.layout import axes
 from longshift.planner.shortlist import MESH
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.workload.groups import Edge
@@ -20,8 +21,8 @@ def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
         if edge.use.chunk:
             continue
         less = [replace(edge.use, recompute=one) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
-        holders = edge.use.world // (edge.use.tp * edge.use.pp)
-        other_zero = [replace(edge.use, zero=zero) for zero in range(least, 4 if holders > 1 else 1)]
+        has_replicas = edge.use.ranks_along(axes.holder_axes()) > 1
+        other_zero = [replace(edge.use, zero=zero) for zero in range(least, 4 if has_replicas else 1)]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
         others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in other_zero]
         for use, pack in others:
@@ -73,11 +74,11 @@ def plainness(edges: Sequence[Edge]) -> tuple[int, ...]:
     """What the plainest of several ways has least of, the first of these first: groups, streamed groups, axes, recomputation, stages of
     ZeRO, packs larger than their longest document."""
     uses = [edge.use for edge in edges]
-    axes = sum(degree > 1 for use in uses for degree in (use.dp, use.pp, use.tp, use.ulysses, use.ring, use.virtual))
+    num_axes = sum(degree > 1 for use in uses for degree in (*map(use.degree, axes.names()), use.virtual))
     return (
         len(edges),
         sum(use.chunk > 0 for use in uses),
-        axes,
+        num_axes,
         sum(map(recompute_code, uses)),
         sum(use.zero for use in uses),
         sum(edge.pack != edge.upto for edge in edges),

@@ -7,6 +7,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
+from longshift.layout.layout import number_fields
 from longshift.planner.memory_bound import Training
 from longshift.simulate.cost import Habits, habits
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
@@ -19,7 +20,6 @@ from longshift.weigh.recorder import Transport
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
-FIELDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a layout, where its word is another one
 # Assumed, not measured: bytes of the driver's context and of NCCL's buffers; the share of memory in which an allocator leaves no holes.
 CONTEXT_BYTES = float(1 << 30)
 FILLED = 0.94
@@ -65,7 +65,8 @@ class Task:
     @property
     def fixed_fields(self) -> dict[str, Sequence[int | str]]:
         """What is fixed, by field of a layout."""
-        return {FIELDS.get(word, word): values for word, values in self.fixed.items()}
+        fields = number_fields()
+        return {fields[word]: values for word, values in self.fixed.items()}
 
     @property
     def formats(self) -> Format:

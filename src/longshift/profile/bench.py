@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from longshift.cluster.curves import Axis, Curve, monotone
+from longshift.cluster.curves import Curve, SampledSizes, monotone
 
 FEWEST = 3  # rounds
 MOST = 15  # rounds
@@ -29,7 +29,7 @@ Run = Callable[[], object]
 class Plan:
     """A curve to measure. `prepare(*sizes)` makes what one point needs and gives the operation to time."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[SampledSizes, ...]
     prepare: Callable[..., Run]
 
     @property
@@ -97,7 +97,7 @@ class Bench:
         return (time.perf_counter() - begin_s) / count
 
 
-def curve_of(axes: tuple[Axis, ...], samples: Sequence[Sequence[float]]) -> Curve:
+def curve_of(axes: tuple[SampledSizes, ...], samples: Sequence[Sequence[float]]) -> Curve:
     """Medians of each point's samples, in the order of `Curve.points`."""
     shape = tuple(len(axis.sizes) for axis in axes)
     medians = np.array([statistics.median(rounds) for rounds in samples])

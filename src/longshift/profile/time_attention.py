@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longshift.cluster.cluster import Backend, Heads, attention_flops
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.model.chosen_kernel import gradients, probe
 from longshift.model.kernels import CUDNN, FLASH, TILED, Kernel
 from longshift.profile.bench import Bench, Plan, Run
@@ -82,5 +82,5 @@ def _plan(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, b
         return partial(kernel.forward, q, k, v, causal, heads.width**-0.5)
 
     if causal:
-        return Plan((Axis("tokens", tuple(lengths), 2.0),), prepare)
-    return Plan((Axis("queries", tuple(lengths)), Axis("keys", tuple(lengths))), prepare)
+        return Plan((SampledSizes("tokens", tuple(lengths), 2.0),), prepare)
+    return Plan((SampledSizes("queries", tuple(lengths)), SampledSizes("keys", tuple(lengths))), prepare)

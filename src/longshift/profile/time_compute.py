@@ -6,7 +6,7 @@ import time
 import torch
 from torch import Tensor
 
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.spec.formats import FORMATS
 
@@ -29,7 +29,7 @@ STREAMED = {  # bytes read and written
 
 def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
     rows, widths = SHAPES[bench.device.type, bench.quick]
-    axes = (Axis("m", rows), Axis("k", widths), Axis("n", widths))
+    axes = (SampledSizes("m", rows), SampledSizes("k", widths), SampledSizes("n", widths))
 
     def plan(dtype: torch.dtype) -> Plan:
         x, w, out = (noise(max(rows + widths) * max(widths), dtype, bench.device) for _ in range(3))
@@ -56,7 +56,7 @@ def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
             count = max(1, moved_bytes // 3 // dtype.itemsize)
             return lambda: torch.add(a[:count], b[:count], out=c[:count])
 
-        return Plan((Axis("bytes", sizes),), prepare)
+        return Plan((SampledSizes("bytes", sizes),), prepare)
 
     return bench.curves({f"elementwise {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s)
 
@@ -72,7 +72,7 @@ def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
         return run
 
-    return bench.curves({"launch": Plan((Axis("operations", (256,)),), prepare)}, budget_s)
+    return bench.curves({"launch": Plan((SampledSizes("operations", (256,)),), prepare)}, budget_s)
 
 
 def granted_cores() -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.time_compute import noise
 
@@ -24,7 +24,7 @@ BOTH_WAYS_BYTES = (2**26, 2**28)  # long enough to overlap
 def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     """Curves `copy to_device|to_host pinned`, and those with ` both` at their end, of copies during others in the opposite direction."""
     sizes = SIZES[bench.device.type, bench.quick]
-    axes = (Axis("bytes", sizes),)
+    axes = (SampledSizes("bytes", sizes),)
     largest = max(sizes)
     if bench.device.type == "cpu":
         source, target = (noise(largest, torch.uint8, bench.device) for _ in range(2))
@@ -38,7 +38,7 @@ def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     }
 
     # 2. While others go the opposite way.
-    long = (Axis("bytes", BOTH_WAYS_BYTES[:1] if bench.quick else BOTH_WAYS_BYTES),)
+    long = (SampledSizes("bytes", BOTH_WAYS_BYTES[:1] if bench.quick else BOTH_WAYS_BYTES),)
     device, host = _memory(max(BOTH_WAYS_BYTES), bench.device)
     other_device, other_host = _memory(max(BOTH_WAYS_BYTES), bench.device)
     streams = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)

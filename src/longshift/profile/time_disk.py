@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.profile.bench import Bench, Plan, Run
 
 FILE_BYTES = 2**25
@@ -24,7 +24,7 @@ def disk(bench: Bench, folder: Path, budget_s: float) -> dict[str, Curve]:
         for _ in range(0, FILE_BYTES, 2**20):
             file.write(os.urandom(2**20))
         os.fsync(file)
-        axes = (Axis("bytes", BLOCKS[bench.quick]),)
+        axes = (SampledSizes("bytes", BLOCKS[bench.quick]),)
         plans = {
             "disk read plain depth1": Plan(axes, lambda size: lambda: _read(file.fileno(), size)),
             "disk write plain depth1": Plan(axes, lambda size: lambda: _write(file.fileno(), size)),

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from longshift.cluster.cluster import OPERATIONS, Link
-from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.curves import Curve, SampledSizes
 from longshift.dist.collectives import Group
 from longshift.dist.world import World
 from longshift.profile.bench import curve_of
@@ -62,8 +62,8 @@ def collectives(world: World, per_node: int, quick: bool, budget_s: float, least
     for name in dict.fromkeys(name for name, _, _ in runs):
         points = [point for point in runs if point[0] == name]
         # More ranks need not be slower in proportion: the bytes that a rank moves hardly depend on their number.
-        ranks = Axis("ranks", tuple(sorted({ranks for _, ranks, _ in points})), 0.0)
-        message_bytes = Axis("bytes", tuple(sorted({size for _, _, size in points})))
+        ranks = SampledSizes("ranks", tuple(sorted({ranks for _, ranks, _ in points})), 0.0)
+        message_bytes = SampledSizes("bytes", tuple(sorted({size for _, _, size in points})))
         curves[name] = asdict(curve_of((ranks, message_bytes), [samples[point] for point in points]))
     if world.device.type == "cpu":
         farthest = [point[:2] for point in runs if point[0].startswith("send ")][-1]
@@ -88,7 +88,7 @@ def _cores_of_sends(world: World, sends: Mapping[int, tuple[Group, Callable[[], 
     groups = world.size / next(iter(sends.values()))[0].size
     totals = world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64)) / groups
     samples = totals.view(len(sends), FEWEST).clamp_min(LEAST_CORES_S).tolist()
-    return curve_of((Axis("bytes", tuple(sends)),), samples)
+    return curve_of((SampledSizes("bytes", tuple(sends)),), samples)
 
 
 def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve:
@@ -129,7 +129,7 @@ def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve
     means = totals.view(LATENESSES, -1) / world.size
     shares = torch.tensor([size / (size + 1) - 0.5 for size in sizes], dtype=torch.float64)
     within_s = (means.sum(1) / shares.sum()).clamp_min(LEAST_LATE_S)
-    return curve_of((Axis("ranks", tuple(map(float, sizes)), 0.0),), (shares[:, None] * within_s).tolist())
+    return curve_of((SampledSizes("ranks", tuple(map(float, sizes)), 0.0),), (shares[:, None] * within_s).tolist())
 
 
 def link_of(curve: Curve) -> Link:

@@ -18,7 +18,7 @@ from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import boxes_on, moving_unit
 from longshift.program.operations import Kind, Op
 from longshift.schedule import pipeline
-from longshift.schedule.sequence import token_order
+from longshift.schedule.sequence import pack_order
 from longshift.schedule.streamed import backward_turns, forward_turns
 from longshift.spec.model import ModelSpec, Param
 from longshift.switch.itinerary import Cut
@@ -36,10 +36,10 @@ class Visit:
 
 def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) -> Visit:
     """A group whose micro-batches have documents of these lengths. An empty pack is one token without a target."""
-    shared = layout.ulysses * layout.tp
-    known = {pack: token_order(list(pack) or [1], layout.ring, shared).local_tokens // shared for pack in set(map(tuple, packs))}
-    blocks = () if layout.chunk else tuple(loss_blocks(spec, known[tuple(pack)]) for pack in packs)
-    return Visit(layout, len(packs), blocks)
+    if layout.chunk:
+        return Visit(layout, len(packs))
+    rows = {pack: pack_order(layout, pack).local_tokens // layout.contiguous_ranks for pack in set(map(tuple, packs))}
+    return Visit(layout, len(packs), tuple(loss_blocks(spec, rows[tuple(pack)]) for pack in packs))
 
 
 class RankLayout:
@@ -78,7 +78,7 @@ class RankLayout:
     def _nominal(self, params: Iterable[Param]) -> dict[int, int]:
         found = dict.fromkeys(range(self.spec.units + 1), 0)
         for param in params:
-            found[moving_unit(self.spec, param)] += -(-param.elements // (self.layout.tp if param.dim is not None else 1))
+            found[moving_unit(self.spec, param)] += -(-param.elements // (self.layout.weight_ranks if param.dim is not None else 1))
         return found
 
     def own(self, unit: int) -> bool:

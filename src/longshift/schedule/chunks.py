@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout, Schedule, Where
-from longshift.schedule.sequence import Run, TokenOrder, token_order
+from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.spec.model import ModelSpec
 
 Kind = Literal["fetch", "compute", "send", "store", "free", "drop", "accumulate"]
@@ -121,7 +121,7 @@ def _seen(chunks: Sequence[Sequence[Run]], number: int, first: int, window: int)
 
 def orders(chunks: Sequence[Sequence[Run]], layout: Layout) -> list[TokenOrder]:
     """How the tokens of each chunk lie over the ranks that share them; its documents are the pieces."""
-    return [token_order([run.length for run in runs], layout.ring, layout.ulysses * layout.tp) for runs in chunks]
+    return [pack_order(layout, [run.length for run in runs]) for runs in chunks]
 
 
 def forward(sees: Sequence[int], policy: Policy, sizes: Sizes, drop_x: bool = False) -> tuple[Event, ...]:
@@ -168,7 +168,7 @@ def sizes(spec: ModelSpec, layout: Layout, at: Coord, orders: Sequence[TokenOrde
     heads, (queries, keys) = len(tensor_heads(spec, layout, at)[0]), own_heads(spec, layout, at)
     wide = max(4, compute_bytes)
     row, head = spec.width * compute_bytes, spec.head_width * compute_bytes
-    per_token = {  # of attention's tokens, those of all Ulysses ranks
+    per_token = {  # of attention's tokens
         "q": queries * head,
         "do": queries * head,
         "kv": 2 * keys * head,
@@ -177,9 +177,8 @@ def sizes(spec: ModelSpec, layout: Layout, at: Coord, orders: Sequence[TokenOrde
         "dkv": 2 * keys * spec.head_width * wide,
     }
     found: dict[str, list[int]] = {name: [order.local_tokens * size for order in orders] for name, size in per_token.items()}
-    shared = layout.ulysses * layout.tp
-    found |= {name: [order.local_tokens // shared * row for order in orders] for name in ("x", "y", "dx", "dy", "dr")}
-    tokens = [order.local_tokens // layout.ulysses for order in orders]
+    found |= {name: [order.local_tokens // layout.contiguous_ranks * row for order in orders] for name in ("x", "y", "dx", "dy", "dr")}
+    tokens = [order.local_tokens // layout.neighbor_ranks for order in orders]
     kv_heads = -(-heads * spec.kv_heads // spec.heads)
     found |= {name: [n * heads * head for n in tokens] for name in ("o_tokens", "do_tokens")}
     found |= {name: [n * (heads + 2 * kv_heads) * head for n in tokens] for name in ("qkv", "dqkv")}

@@ -24,6 +24,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from longshift.layout.layout import Layout
 from longshift.schedule.windows import Mask, pieces
 
 PADDING = -1
@@ -52,31 +53,36 @@ class TokenOrder:
     runs: tuple[tuple[Run, ...], ...]
     local_tokens: int
 
-    def index(self, ring: int) -> np.ndarray:
+    def index(self, rank: int) -> np.ndarray:
         """int64 [local_tokens]: the global index of each local token, PADDING (-1) where there is none."""
         starts = (0, *accumulate(self.lengths))
         return _concatenate(
             np.full(run.length, PADDING, np.int64)
             if run.document == PADDING
             else np.arange(starts[run.document] + run.start, starts[run.document] + run.start + run.length, dtype=np.int64)
-            for run in self.runs[ring]
+            for run in self.runs[rank]
         )
 
-    def positions(self, ring: int) -> np.ndarray:
+    def positions(self, rank: int) -> np.ndarray:
         """int64 [local_tokens]: each local token's position in its document, counting from 0 in the padding too."""
-        return _concatenate(np.arange(run.start, run.start + run.length, dtype=np.int64) for run in self.runs[ring])
+        return _concatenate(np.arange(run.start, run.start + run.length, dtype=np.int64) for run in self.runs[rank])
 
 
-def token_order(lengths: Sequence[int], ring: int, multiple: int) -> TokenOrder:
-    """Share documents of these lengths over `ring` coordinates, each padded to a multiple of `multiple` (ulysses * tp).
+def pack_order(layout: Layout, lengths: Sequence[int]) -> TokenOrder:
+    """The order of a pack's tokens over the ranks that share it. A pack without documents is one token."""
+    return token_order(list(lengths) or [1], layout.two_ended_ranks, layout.contiguous_ranks)
+
+
+def token_order(lengths: Sequence[int], ranks: int, multiple: int) -> TokenOrder:
+    """Share documents of these lengths over `ranks` ranks, each padded to a multiple of `multiple` (ulysses * tp).
 
     Before padding, the coordinates hold equally many tokens up to one.
     """
-    spans: list[list[Run]] = [[] for _ in range(ring)]
+    spans: list[list[Run]] = [[] for _ in range(ranks)]
     turn = 0  # the coordinate that takes the next of the tokens left over by 2R; goes on from document to document
     for document, length in enumerate(lengths):
-        bounds = (0, *accumulate(_pieces(length, ring, turn)))
-        turn = (turn + length) % ring
+        bounds = (0, *accumulate(_pieces(length, ranks, turn)))
+        turn = (turn + length) % ranks
         for i, runs in enumerate(spans):
             runs.extend(_zigzag(document, bounds, i))
     totals = [sum(run.length for run in runs) for runs in spans]
@@ -171,14 +177,14 @@ def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:
         start += length
 
 
-def _pieces(length: int, ring: int, turn: int) -> list[int]:
+def _pieces(length: int, ranks: int, turn: int) -> list[int]:
     """Sizes of the 2R pieces of a document. The remainder is dealt one token a coordinate, from coordinate `turn` on: to low pieces
     in the first round, to high pieces in the second."""
-    each, extra = divmod(length, 2 * ring)
-    sizes = [each] * (2 * ring)
+    each, extra = divmod(length, 2 * ranks)
+    sizes = [each] * (2 * ranks)
     for dealt in range(extra):
-        coord = (turn + dealt) % ring
-        sizes[coord if dealt < ring else 2 * ring - 1 - coord] += 1
+        coord = (turn + dealt) % ranks
+        sizes[coord if dealt < ranks else 2 * ranks - 1 - coord] += 1
     return sizes
 
 

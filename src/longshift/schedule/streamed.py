@@ -57,10 +57,10 @@ def lists(
     """Of chunks `cut`, on the rank that stands at `at`, for blocks with this sliding window; where nothing is learned, of that alone."""
     orders, sees, count = chunks.orders(cut, layout), chunks.reach(cut, window), len(cut)
     keep = "input" if layout.schedule == "fpdt" else "output"
-    policy = Policy(layout.schedule, keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
+    policy = Policy(layout.schedule, keep, layout.kv, ahead, sent=(layout.neighbor_ranks - 1) / layout.neighbor_ranks)
     from_x = replace(policy, keep="input")
     sizes = chunks.sizes(spec, layout, at, orders, compute_bytes)
-    blocks = [loss_blocks(spec, order.local_tokens // (layout.ulysses * layout.tp)) for order in orders]
+    blocks = [loss_blocks(spec, order.local_tokens // layout.contiguous_ranks) for order in orders]
     found: dict[Turn, tuple[Event, ...]] = {"embed": chunks.alone("embed", None, "y", count, ahead, sizes)}
     if layout.every or not learns:
         found["pass on"] = chunks.forward(sees, from_x, sizes, drop_x=True)

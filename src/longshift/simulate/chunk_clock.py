@@ -93,7 +93,7 @@ class ChunkClock:
         )
         profile = event_turn(setup, events, cut, event, block)
         is_block = event.name not in ("embed", "embed_back", "loss", "score")
-        work = cost.event((layout.tp, layout.ulysses, layout.ring), profile.calls, is_block)
+        work = cost.event(layout.mesh, profile.calls, is_block)
         seconds = float(work.exposed_s(cost.launch_s))
         if profile.grads:  # gradients that the event leaves on weights are added to their sums after it
             elements = profile.grads / rates.element_bytes

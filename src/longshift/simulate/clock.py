@@ -27,6 +27,7 @@ from typing import Literal
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
+from longshift.layout import axes
 from longshift.layout.layout import Coord, Layout, Tier
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.program.turns import Visit, visit_of
@@ -190,7 +191,7 @@ class Clock:
         for number, (layout, packs) in enumerate(zip(layouts, packs_by_visit)):
             actions_by_stage = []
             for stage in range(layout.pp):
-                rank = layout.rank(Coord(0, 0, 0, 0, stage))
+                rank = layout.rank(Coord(pp=stage))
                 if rank not in traffic_of_rank:
                     traffic_of_rank[rank] = self._traffic(rank, visits, packs_by_visit)
                 stage_actions = _Stage(self, layout, stage, visits, packs)
@@ -239,7 +240,7 @@ class Clock:
 
         tokens = np.array([sum(pack or (1,)) for pack in packs], float)
         pairs = np.array([self._causal_pairs(pack or (1,)) for pack in packs], float)
-        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
+        mesh = Mesh.of(layout)
         code = recompute_code(layout)
         seconds = np.zeros(len(packs))
         for turn in ("forward", "backward"):
@@ -262,7 +263,7 @@ class Clock:
     ) -> dict[str, float]:
         """Seconds of a turn of a unit on a pack, by lane, in the order in which they are spent.
 
-        `loss_blocks`: into how many blocks of rows the loss is cut. "ring" goes on under
+        `loss_blocks`: into how many blocks of rows the loss is cut. Axes that overlap go on under
         "attention", all others one after another.
         """
         key = layout, pack, loss_blocks, kind, turn, part
@@ -284,22 +285,16 @@ class Clock:
     ) -> dict[str, float]:
         """`turn_seconds` of a pack that is computed whole."""
         lengths = pack or (1,)  # a replica without a pack computes one token
-        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
+        mesh = Mesh.of(layout)
         tokens = sum(lengths)
         pairs = self._causal_pairs(lengths)
         code = recompute_code(layout)
         work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, loss_blocks)
 
         compute_s = float(work.compute_s(self.cost.launch_s))
-        ring_s = float(work.ring_s)
-        attention_s = min(float(work.attention_s), compute_s) if ring_s else 0.0
-        return {
-            "compute": compute_s - attention_s,
-            "tp": float(work.tensor_s),
-            "ulysses": float(work.ulysses_s),
-            "attention": attention_s,
-            "ring": ring_s,
-        }
+        attention_s = min(float(work.attention_s), compute_s) if work.under_attention_s else 0.0
+        traffic_s = {axis: float(seconds) for axis, seconds in work.traffic_s.items()}
+        return {"compute": compute_s - attention_s, "attention": attention_s, **traffic_s}
 
     def _chunked_turn_s(self, layout: Layout, pack: tuple[int, ...], turn: str) -> float:
         """Seconds of a turn of a unit of a chunked pack."""
@@ -323,10 +318,10 @@ class Clock:
         return self.collectives[key]
 
     def _collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
-        members = layout.dp * layout.ulysses * layout.ring
+        members = layout.ranks_along(axes.holder_axes())
         if members == 1 or not sent_bytes:
             return 0.0
-        per_node = max(1, self.per_node // layout.tp)
+        per_node = max(1, self.per_node // layout.weight_ranks)
         collective = MOVES[kind]
         if kind == "reduce" and self.shape.formats.wire.gradients != "float32":
             collective = "all_to_all"  # the owner decodes rounded gradients before it sums them
@@ -468,17 +463,15 @@ class _Stage:
         self.turns: dict[tuple, dict[str, float]] = {}  # by micro-batch, unit kind, turn and part
         self.exchanges: dict[tuple[int, str], list[float]] = {}  # by visit and way
 
-        # Ranks of an axis are neighbors, tp innermost: an axis that spans more ranks than a node
-        # has uses the network.
-        tp_span = layout.tp
-        ulysses_span = tp_span * layout.ulysses
-        ring_span = ulysses_span * layout.ring
-        self.links = {
-            "tp": self._link(tp_span),
-            "ulysses": self._link(ulysses_span),
-            "ring": self._link(ring_span),
-        }
-        self.holders_link = self._link(ring_span * layout.dp)
+        # Ranks of an axis are neighbors, the fastest innermost: an axis that spans more ranks than a
+        # node has uses the network.
+        self.links: dict[str, tuple[str, ...]] = {}
+        span = 1
+        for axis in axes.token_axes():
+            span *= layout.degree(axis.name)
+            self.links[axis.name] = self._link(span)
+        self.holders_link = self._link(layout.world // layout.pp)
+        self.hidden_axes = [axis.name for axis in axes.token_axes() if axis.overlaps]
 
     def _link(self, span: int) -> tuple[str, ...]:
         return ("network",) if span > self.clock.per_node else ("node",)
@@ -613,7 +606,7 @@ class _Stage:
         return tier_copy_s(self.clock.cluster, tier, world, traffic.moved_bytes, direction)
 
     def _compute(self, op: Op) -> Iterator[Begin | End]:
-        """A turn of a unit: its lanes one after another, the ring under attention."""
+        """A turn of a unit: its lanes one after another, but for axes that overlap attention."""
         kind: UnitKind = "block"
         if op.unit == 0:
             kind = "embeddings"
@@ -628,13 +621,14 @@ class _Stage:
             self.turns[key] = self.clock.turn_seconds(self.layout, pack, loss_blocks, kind, op.turn, op.part)
         seconds_by_lane = self.turns[key]
         for lane, seconds in seconds_by_lane.items():
-            if lane not in ("ring", "attention"):
+            if lane not in (*self.hidden_axes, "attention"):
                 yield from self._blocking_piece(lane, op, seconds)
-        if seconds_by_lane.get("ring"):
-            transfer = self._piece(op, "ring", seconds_by_lane["ring"], self.links["ring"])
-            yield transfer
-            yield from self._blocking_piece("compute", op, seconds_by_lane.get("attention", 0.0))
-            yield End(transfer.key)
+
+        hidden = {axis: seconds_by_lane[axis] for axis in self.hidden_axes if seconds_by_lane.get(axis)}
+        transfers = [self._piece(op, axis, seconds, self.links[axis]) for axis, seconds in hidden.items()]
+        yield from transfers
+        yield from self._blocking_piece("compute", op, seconds_by_lane.get("attention", 0.0))
+        yield from (End(transfer.key) for transfer in transfers)
 
     def _blocking_piece(self, lane: str, name: Op, seconds: float) -> Iterator[Begin | End]:
         """Begin a piece, and wait for it."""

@@ -7,21 +7,22 @@ lanes overlaps it as the runtime does. Numbers or arrays of meshes, tokens and p
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 
 from longshift.cluster.cluster import Device, Number
+from longshift.layout import axes
 from longshift.layout.blocks import BLOCK
-from longshift.layout.layout import MOST_RANKS, Layout
+from longshift.layout.layout import Layout
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.simulate.rates import CUDNN_BACKEND, Rates
 from longshift.simulate.turn_calls import DEGREES, TurnCalls, TurnKind, UnitKind, exact_calls, turn_calls
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
-from longshift.step.compose import TOKEN_AXES
 from longshift.weigh.coding import gradient_passes, weight_passes
 from longshift.weigh.recorder import AttentionCall, DeviceCall, Transport
 from longshift.weigh.turn_profile import Part, Phase
@@ -156,30 +157,41 @@ def sizes(spec: ModelSpec) -> Sizes:
     )
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """Degrees of the axes that share a pack."""
+class HasDegrees(Protocol):
+    """A layout, or arrays of layouts."""
 
-    tp: Number = 1
-    ulysses: Number = 1
-    ring: Number = 1
+    def degree(self, axis: str) -> Any: ...
+
+
+class Mesh:
+    """Degrees of the axes that share a pack, fastest first, numbers or arrays: 1 where left out. Immutable."""
+
+    def __init__(self, *degrees: Number):
+        names = [axis.name for axis in axes.token_axes()]
+        self.degrees: dict[str, Number] = {**dict.fromkeys(names, 1), **dict(zip(names, degrees))}
+
+    @classmethod
+    def of(cls, layout: HasDegrees) -> "Mesh":
+        return cls(*(layout.degree(axis.name) for axis in axes.token_axes()))
+
+    @property
+    def weight_ranks(self) -> np.ndarray:
+        """Ranks that a weight is cut for."""
+        return np.prod(np.broadcast_arrays(*(self.degrees[axis.name] for axis in axes.weight_axes())), axis=0)
 
     @cached_property
-    def distinct(self) -> tuple[list[tuple[int, int, int]], np.ndarray | int]:
+    def distinct(self) -> tuple[list[tuple[int, ...]], np.ndarray | int]:
         """The different meshes among these, and which of them each is."""
-        columns = np.broadcast_arrays(self.tp, self.ulysses, self.ring)
+        columns = np.broadcast_arrays(*self.degrees.values())
         if columns[0].ndim == 0:
-            return [(int(columns[0]), int(columns[1]), int(columns[2]))], 0
-        tp, ulysses, ring = (column.astype(np.int64) for column in columns)
+            return [tuple(int(column) for column in columns)], 0
         # A mesh as one number: numpy finds different numbers faster than different rows.
-        codes = (tp * MOST_RANKS + ulysses) * MOST_RANKS + ring
-        distinct_codes, index = np.unique(codes, return_inverse=True)
-        meshes = []
-        for code in distinct_codes:
-            prefix, ring_degree = divmod(int(code), MOST_RANKS)
-            tp_degree, ulysses_degree = divmod(prefix, MOST_RANKS)
-            meshes.append((tp_degree, ulysses_degree, ring_degree))
-        return meshes, index.reshape(columns[0].shape)
+        codes = np.zeros(columns[0].shape, np.int64)
+        for column in columns:
+            codes = codes * int(column.max(initial=1) + 1) + column.astype(np.int64)
+        first, index = np.unique(codes, return_index=True, return_inverse=True)[1:]
+        meshes = [tuple(int(column.flat[place]) for column in columns) for place in first]
+        return meshes, index.reshape(codes.shape)
 
 
 def recompute_code(layout: Layout) -> int:
@@ -189,23 +201,42 @@ def recompute_code(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one turn on one rank, by kind; `kernels`: launches. `tensor_s`, `ulysses_s`, `ring_s`: traffic during the turn."""
+    """Seconds of one turn on one rank, by kind; `kernels`: launches; `traffic_s`: of collectives during the turn, by axis."""
 
     matmul_s: Number = 0.0
     attention_s: Number = 0.0
     elementwise_s: Number = 0.0
     kernels: Number = 0.0
-    tensor_s: Number = 0.0
-    ulysses_s: Number = 0.0
-    ring_s: Number = 0.0
+    traffic_s: Mapping[str, Number] = field(default_factory=dict)
 
     def __add__(self, addend: "Work") -> "Work":
-        names = [field.name for field in fields(self)]
-        return Work(**{name: getattr(self, name) + getattr(addend, name) for name in names})
+        names = {**self.traffic_s, **addend.traffic_s}
+        return Work(
+            matmul_s=self.matmul_s + addend.matmul_s,
+            attention_s=self.attention_s + addend.attention_s,
+            elementwise_s=self.elementwise_s + addend.elementwise_s,
+            kernels=self.kernels + addend.kernels,
+            traffic_s={name: self.traffic_s.get(name, 0.0) + addend.traffic_s.get(name, 0.0) for name in names},
+        )
 
     def times(self, factor: Number) -> "Work":
-        names = [field.name for field in fields(self)]
-        return Work(**{name: getattr(self, name) * factor for name in names})
+        return Work(
+            matmul_s=self.matmul_s * factor,
+            attention_s=self.attention_s * factor,
+            elementwise_s=self.elementwise_s * factor,
+            kernels=self.kernels * factor,
+            traffic_s={name: seconds * factor for name, seconds in self.traffic_s.items()},
+        )
+
+    @property
+    def under_attention_s(self) -> Number:
+        """Seconds of traffic that goes on under attention."""
+        return sum((self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if axis.overlaps), 0.0)
+
+    @property
+    def waited_s(self) -> Number:
+        """Seconds of traffic that nothing hides."""
+        return sum((self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if not axis.overlaps), 0.0)
 
     @property
     def device_s(self) -> Number:
@@ -217,9 +248,9 @@ class Work:
         return np.maximum(self.device_s, np.asarray(self.kernels) * launch_s)
 
     def exposed_s(self, launch_s: Number) -> np.ndarray:
-        """Seconds in Longshift: tensor and Ulysses traffic exposed, ring under attention, or what the launches take if that is longer."""
-        exposed_ring_s = np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
-        busy_s = self.device_s + self.tensor_s + self.ulysses_s + exposed_ring_s
+        """Seconds in Longshift: traffic exposed but for what attention hides, or what the launches take if that is longer."""
+        exposed_s = np.maximum(0.0, np.asarray(self.under_attention_s) - self.attention_s)
+        busy_s = self.device_s + self.waited_s + exposed_s
         return np.maximum(busy_s, np.asarray(self.kernels) * launch_s)
 
 
@@ -283,7 +314,7 @@ class Cost:
         backward_s = self._attention_s(recorded, index, tokens, pairs, backward=True)
         return replace(work, attention_s=np.zeros(()) + forward_s + backward_s)
 
-    def event(self, mesh: tuple[int, int, int], calls: Sequence[DeviceCall], is_block: bool) -> Work:
+    def event(self, mesh: tuple[int, ...], calls: Sequence[DeviceCall], is_block: bool) -> Work:
         """Work of an event of a chunk, recorded with these calls. `is_block`: whether its matmuls are a block's, whose factors may have
         eight bits."""
         attention = [call for call in calls if isinstance(call, AttentionCall)]
@@ -326,9 +357,7 @@ class Cost:
             matmul_s=matmul_s,
             elementwise_s=elementwise_s,
             kernels=kernels,
-            tensor_s=self._collectives_s("tp", recorded, index, tokens),
-            ulysses_s=self._collectives_s("ulysses", recorded, index, tokens),
-            ring_s=self._collectives_s("ring", recorded, index, tokens),
+            traffic_s={axis.name: self._collectives_s(axis.name, recorded, index, tokens) for axis in axes.token_axes()},
         )
 
     def _matmuls(
@@ -368,7 +397,7 @@ class Cost:
     def _collectives_s(self, axis: str, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
         """Seconds of the collectives along one axis, of which those of one kind are as large as their mean."""
         degrees = np.array([calls.mesh for calls in recorded])
-        place = TOKEN_AXES.index(axis)
+        place = [token_axis.name for token_axis in axes.token_axes()].index(axis)
         ranks = _pick(degrees[:, place], index, tokens)
         # Ranks of the inner axes are neighbors: an axis has one of each such group on a node.
         inner_ranks = _pick(np.prod(degrees[:, :place], axis=1), index, tokens)
@@ -398,9 +427,10 @@ class Cost:
         rank_pairs = pair_share * pairs
         width = float(attention[:, 4].max())
         flash_s = self.rates.attention_s(rows, rank_pairs, heads, width, backward)
-        ring = _pick(np.array([turn.mesh[2] for turn in recorded]), index, np.asarray(tokens))
-        # Calls of a ring have one or two of these pieces, and some more than others.
-        piece = tokens / np.where(ring > 1, 2 * ring, 1)
+        two_ended = np.array([turn.layout.two_ended_ranks for turn in recorded])
+        ranks = _pick(two_ended, index, np.asarray(tokens))
+        # Calls have one or two of these pieces, and some more than others.
+        piece = tokens / np.where(ranks > 1, 2 * ranks, 1)
         return flash_s / self.attention_gain(rows / calls, rank_pairs / calls, backward, piece)
 
     def piece_s(self, call: AttentionCall) -> float:
@@ -447,7 +477,9 @@ class Cost:
 
     def again(self, forward: Work, code: np.ndarray) -> Work:
         """What a backward computes again of a block's `forward`: attention alone, or all but attention. `code`: of RECOMPUTE."""
-        attention = Work(attention_s=forward.attention_s, ring_s=forward.ring_s)
+        hidden = {axis.name for axis in axes.AXES if axis.overlaps}
+        traffic_s = {name: seconds for name, seconds in forward.traffic_s.items() if name in hidden}
+        attention = Work(attention_s=forward.attention_s, traffic_s=traffic_s)
         remainder = forward + attention.times(-1)
         is_selective = code == RECOMPUTE.index("selective")
         is_full = code == RECOMPUTE.index("full")
@@ -459,7 +491,7 @@ class Cost:
         if not (embeddings or self.habits.accumulated):
             return Work()
         element_bytes = self.rates.element_bytes + 2 * self.habits.gradient_bytes
-        moved_bytes = np.asarray(elements) / mesh.tp * element_bytes
+        moved_bytes = np.asarray(elements) / mesh.weight_ranks * element_bytes
         return Work(elementwise_s=self.rates.elementwise_s(moved_bytes))
 
 

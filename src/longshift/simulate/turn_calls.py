@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from longshift.layout import axes
 from longshift.layout.layout import Layout, Recompute
 from longshift.model.kernel_calls import EVEN
-from longshift.schedule.sequence import token_order
+from longshift.schedule.sequence import pack_order
 from longshift.spec.model import ModelSpec
 from longshift.weigh.recorder import AttentionCall, Collective, DeviceCall, Matmul, MemoryPass, Transport
 from longshift.weigh.turn_profile import Part, Phase, RankSetup, loss_turn, unit_turn
@@ -25,10 +26,11 @@ DEGREES = np.arange(3)  # of sizes, in tokens
 
 
 class TurnKind(NamedTuple):
-    """Which turn of which model, on the first rank of a mesh of tp, Ulysses and ring. `selective`: recompute-selective."""
+    """Which turn of which model, on the first rank of a mesh: degrees of the axes that share tokens, fastest first. `selective`:
+    recompute-selective."""
 
     spec: ModelSpec
-    mesh: tuple[int, int, int]
+    mesh: tuple[int, ...]
     unit: UnitKind
     part: Part
     phase: Phase
@@ -43,7 +45,7 @@ class TurnKind(NamedTuple):
 class TurnCalls:
     """Calls of a turn. The last dim of sizes has their coefficients by degree in the tokens of the pack: 1, T, T^2.
 
-    mesh         degrees of tp, Ulysses and ring
+    mesh         degrees of the axes that share tokens
     matmuls      float64 [kinds, 5, 3]    as `weigh.recorder.Matmul`
     counts       float64 [kinds]          of matmuls of each kind
     pass_bytes   float64 [3]              that all memory passes read and write
@@ -55,7 +57,7 @@ class TurnCalls:
                                           out; of blocks that are not alike the least
     """
 
-    mesh: tuple[int, int, int]
+    mesh: tuple[int, ...]
     matmuls: np.ndarray
     counts: np.ndarray
     pass_bytes: np.ndarray
@@ -63,6 +65,15 @@ class TurnCalls:
     attention: np.ndarray
     collectives: dict[tuple[str, str], np.ndarray]
     held_bytes: np.ndarray
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.mesh)
+
+
+def layout_of(mesh: tuple[int, ...]) -> Layout:
+    """The layout of a mesh alone."""
+    return Layout().with_degrees({axis.name: degree for axis, degree in zip(axes.token_axes(), mesh)})
 
 
 @lru_cache(maxsize=4096)
@@ -73,23 +84,28 @@ def turn_calls(kind: TurnKind) -> TurnCalls:
     Ulysses  a rank has as many elements in its heads of all tokens as in all heads of its tokens, where no head is on two ranks
     ring     every rank more is one step more, like the steps that a ring of four has and a ring of two has not
     """
-    tp, ulysses, ring = kind.mesh
-    if kind.unit != "block" and ulysses * ring > 1:
-        return _on_mesh(turn_calls(kind._replace(mesh=(tp, 1, 1))), kind.mesh)
-    if ulysses > 2 and kind.spec.kv_heads % (tp * ulysses) == 0:
-        return _on_mesh(turn_calls(kind._replace(mesh=(tp, 2, ring))), kind.mesh)
-    if ring > 4:
-        two = turn_calls(kind._replace(mesh=(tp, ulysses, 2)))
-        four = turn_calls(kind._replace(mesh=(tp, ulysses, 4)))
-        return _longer_ring(two, four, ring)
+    layout = layout_of(kind.mesh)
+
+    def recorded(**degrees: int) -> TurnCalls:
+        """Those of the mesh with other degrees."""
+        return turn_calls(kind._replace(mesh=layout.with_degrees(degrees).mesh))
+
+    if kind.unit != "block" and layout.sequence > layout.weight_ranks:
+        sharing = {axis.name: 1 for axis in axes.token_axes() if axis.shares == "tokens"}
+        return _on_mesh(recorded(**sharing), kind.mesh)
+    if layout.ulysses > 2 and kind.spec.kv_heads % (layout.weight_ranks * layout.ulysses) == 0:
+        return _on_mesh(recorded(ulysses=2), kind.mesh)
+    if layout.ring > 4:
+        return _longer_ring(recorded(ring=2), recorded(ring=4), kind.mesh)
     return _mean_calls(kind)
 
 
-def _on_mesh(calls: TurnCalls, mesh: tuple[int, int, int]) -> TurnCalls:
+def _on_mesh(calls: TurnCalls, mesh: tuple[int, ...]) -> TurnCalls:
     """The same for ranks with as many tokens each, on a mesh of more sequence-parallel ranks, among which heads are shared."""
+    before, layout = calls.layout, layout_of(mesh)
     attention = calls.attention.copy()
-    attention[:, 3] *= calls.mesh[1] / mesh[1]
-    fewer_tokens = (calls.mesh[1] * calls.mesh[2] / (mesh[1] * mesh[2])) ** DEGREES
+    attention[:, 3] *= before.neighbor_ranks / layout.neighbor_ranks
+    fewer_tokens = (before.sequence * layout.weight_ranks / (before.weight_ranks * layout.sequence)) ** DEGREES
     return replace(
         calls,
         mesh=mesh,
@@ -101,8 +117,9 @@ def _on_mesh(calls: TurnCalls, mesh: tuple[int, int, int]) -> TurnCalls:
     )
 
 
-def _longer_ring(two: TurnCalls, four: TurnCalls, ring: int) -> TurnCalls:
-    """Of a ring of more than four, from the calls of rings of two and four."""
+def _longer_ring(two: TurnCalls, four: TurnCalls, mesh: tuple[int, ...]) -> TurnCalls:
+    """Of a mesh with a ring of more than four, from the calls of rings of two and four."""
+    ring = layout_of(mesh).ring
     steps = (ring - 2) / 2
 
     def number(small: Any, large: Any) -> Any:
@@ -116,7 +133,7 @@ def _longer_ring(two: TurnCalls, four: TurnCalls, ring: int) -> TurnCalls:
     attention[:, :3] = sizes(two.attention[:, :3], four.attention[:, :3], np.array([0, 1, 1]))
     collectives = {key: sizes(two.collectives[key], row, np.array([0, *DEGREES])) for key, row in four.collectives.items()}
     return TurnCalls(
-        mesh=(*four.mesh[:2], ring),
+        mesh=mesh,
         matmuls=sizes(two.matmuls, four.matmuls),
         counts=four.counts,
         pass_bytes=sizes(two.pass_bytes, four.pass_bytes),
@@ -152,9 +169,8 @@ def _mean_calls(kind: TurnKind) -> TurnCalls:
 
 
 def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
-    tp, ulysses, ring = kind.mesh
     recompute: Recompute = "selective" if kind.selective else "none"
-    layout = Layout(tp=tp, ulysses=ulysses, ring=ring, recompute=recompute)
+    layout = replace(layout_of(kind.mesh), recompute=recompute)
     spec = replace(kind.spec, loss_rows=EVEN)
     setup = RankSetup(
         spec=spec,
@@ -171,8 +187,8 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
     if kind.unit == "head":
         rows = EVEN // prime
         rows -= rows % prime == 0  # without the prime factor again
-    length = rows * prime * tp * ulysses * ring
-    order = token_order([length], ring, ulysses * tp)
+    length = rows * prime * layout.sequence
+    order = pack_order(layout, [length])
     if kind.unit == "head":
         profile = loss_turn(setup, order, 0)
     else:
@@ -182,14 +198,14 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
 
 
 @lru_cache(maxsize=1024)
-def _token_prime(spec: ModelSpec, mesh: tuple[int, int, int]) -> int:
+def _token_prime(spec: ModelSpec, mesh: tuple[int, ...]) -> int:
     """The smallest prime from 11 on that divides no side of a weight, no rank's share of one and no degree of the mesh."""
-    tp, ulysses, _ = mesh
+    layout = layout_of(mesh)
     sides = {side for param in spec.params for side in param.shape}
     sides |= {spec.heads, spec.kv_heads, spec.head_width}
     shares = set()
     for side in sides:
-        for ranks in (tp, tp * ulysses):
+        for ranks in (layout.weight_ranks, layout.contiguous_ranks):
             shares |= {side // ranks, side // ranks + 1}  # nearly equal ones
     sizes = (sides | shares | set(mesh)) - {0}
 
@@ -200,7 +216,7 @@ def _token_prime(spec: ModelSpec, mesh: tuple[int, int, int]) -> int:
     return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
-def calls_by_degree(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
+def calls_by_degree(mesh: tuple[int, ...], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
     """The calls of a turn on a document of so many tokens and causal pairs. `prime`: divides what has tokens."""
     matmuls: dict[Matmul, int] = {}
     pass_bytes = np.zeros(3)
@@ -234,7 +250,7 @@ def calls_by_degree(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tok
     )
 
 
-def exact_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall]) -> TurnCalls:
+def exact_calls(mesh: tuple[int, ...], calls: Sequence[DeviceCall]) -> TurnCalls:
     """The calls of a turn as they were recorded, whatever the tokens."""
     return calls_by_degree(mesh, calls, tokens=1, pairs=1.0, prime=0)
 

@@ -70,7 +70,7 @@ class ChunkedPacks(Runner):
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
         x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
         orders = self.lists(self.loaded[op.micro], op.unit).orders
-        parts = self.split(x, [order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders])
+        parts = self.split(x, [order.local_tokens // self.layout.contiguous_ranks for order in orders])
         for chunk, part in enumerate(parts):
             self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), part)
 
@@ -120,6 +120,7 @@ class ChunkPlayer:
         self.runner, self.unit, self.number = runner, unit, micro
         self.module, self.pack = runner.modules[unit], runner.loaded[micro]
         self.ops, self.tier, made = runner.ops, runner.tier, runner.lists(self.pack, unit)
+        self.ring = runner.ops.groups["ring"]
         self.orders, self.sees, self.window = made.orders, made.sees, runner.spec.window(unit)
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
@@ -171,7 +172,7 @@ class ChunkPlayer:
 
     def _pairs(self, c: int, j: int) -> Callable[[int], Sequence[ring.Pair]]:
         """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs, in schedule.chunks]"""
-        index, later = self.ops.ring.index, self.orders[c]
+        index, later = self.ring.index, self.orders[c]
         if c == j:
             return partial(ring.pairs, later, index, window=self.window)
         earlier, between = self.orders[j], self.pack.chunks[c][0].start - self.pack.chunks[j][-1].start
@@ -218,7 +219,7 @@ class ChunkPlayer:
             wide = torch.promote_types(q.dtype, torch.float32)
             self.live["o", c] = (torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide))
         out, lse = self.live["o", c]
-        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ops.ring, first=c == j)
+        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring, first=c == j)
         if j == (c - 1 if self.sees[c] < c else c):
             self.live["o", c] = (out.to(q.dtype), lse)
 
@@ -253,7 +254,7 @@ class ChunkPlayer:
             if buffer not in event.reads and buffer not in self.live:
                 self.live[buffer] = (torch.zeros_like(like, dtype=wide),)
         dq, dkv = self._one("dq", c), self._one("dkv", j)
-        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ops.ring)
+        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring)
 
     def to_heads_back(self, event: Event) -> None:
         c = event.chunk

@@ -16,16 +16,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from longshift.dist.world import World
 from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack, host_pack, placed
+from longshift.layout import axes
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
 from longshift.model.decoder import Head, MicroBatch, build_unit
 from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
+from longshift.parallel.seams import LayoutOps
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state.copies import Copies
 from longshift.state.precision import Precision
-from longshift.step.compose import LayoutOps
+from longshift.step.compose import layout_ops
 from longshift.stream.tiers import Tensors, Tier
 
 Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
@@ -43,7 +45,7 @@ class Runner(ABC):
     ):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
         self.at = layout.coord(world.rank)
-        self.ops = LayoutOps(spec, layout, world, kernel)
+        self.ops = layout_ops(spec, layout, world, kernel)
         self.modules = {
             unit: build_unit(spec, unit, by, precision.float8) for chunk in layout.units_of(spec.layers, self.at.pp) for unit in chunk
         }
@@ -55,8 +57,8 @@ class Runner(ABC):
         self.crossing: dict[Message, Tensor] = {}
 
     def counts(self, loss: Tensor) -> None:
-        """Add to the loss sum what tensor-parallel peers know too."""
-        if self.at.tp == 0:
+        """Add to the loss sum what ranks with other cuts of the weights know too."""
+        if self.layout.place(self.at, axes.weight_axes()) == 0:
             self.loss += loss
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from longshift.layout import axes
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Piece, pieces_of, stages_of
@@ -62,8 +63,10 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
 
 
 def plainest(layout: Layout) -> Layout:
-    """The plainest layout that places copies, and their rows, as this one does: by stages and tensor parallelism, over so many ranks."""
-    return Layout(layout.dp * layout.ulysses * layout.ring, layout.pp, layout.tp, virtual=layout.virtual, stages=layout.stages)
+    """The plainest layout that places copies, and their rows, as this one does: by stages and cuts of the weights, over so many ranks."""
+    degrees = {axis.name: 1 for axis in axes.holder_axes()} | {"dp": layout.ranks_along(axes.holder_axes())}
+    degrees |= {axis.name: layout.degree(axis.name) for axis in axes.AXES if axis.shares in ("weights", "blocks")}
+    return Layout(virtual=layout.virtual, stages=layout.stages).with_degrees(degrees)
 
 
 def together(*sides: Placed) -> dict[str, Spread]:

@@ -19,6 +19,7 @@ from longshift.config import Config
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.forecast import layout_text, on_cluster
 from longshift.layout.auto_layout import AutoLayout
+from longshift.layout.axes import token_axes
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import format_size
 from longshift.planner.replay import Way
@@ -38,7 +39,7 @@ Tell = Callable[[str], None]
 
 RIVALS = 5  # other ways that are told
 TRIALS_NOTE = "layout: auto trains some steps of each of these, and goes on with the fastest by these steps and the clock:"
-LANES = ("compute", "attention", "tp", "ulysses", "ring", "gather", "reduce", "switch", "tier in", "tier out")
+LANES = ("compute", "attention", *(axis.name for axis in token_axes()), "gather", "reduce", "switch", "tier in", "tier out")
 
 
 def cut(lengths: Lengths, config: Config) -> Lengths:

@@ -95,7 +95,7 @@ class SmallRun:
         layouts = [layout for way in ways for layout in way]
         replicas = max(layout.dp for layout in layouts)
         micros = max(layout.pp + 1 for layout in layouts)
-        sharing = max(layout.sequence * layout.tp for layout in layouts)
+        sharing = max(layout.sequence * layout.weight_ranks for layout in layouts)
         longest = max(LEAST * sharing, min(LONGEST, MOST_TOKENS // (2 * replicas * micros)))
         longest = min(config.data.max_len, longest)
 

@@ -12,7 +12,7 @@ from longshift.program.operations import Op
 from longshift.program.turns import RankLayout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer, Event
-from longshift.schedule.sequence import Run, TokenOrder, token_order
+from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.step.chunked import ChunkedPacks, ChunkPlayer
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import (
@@ -169,7 +169,7 @@ class HeldWhole(WholePacks, HeldRunner):
         self.loaded: dict[int, LoadedPack] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def load(self, micro: int, pack: Sequence[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        order = token_order(list(pack) or [1], self.layout.ring, self.layout.ulysses * self.layout.tp)
+        order = pack_order(self.layout, pack)
         turn = load_turn(self.rank, order) if self.account.inside else UNKNOWN
         self.happen(turn)
         tensors = self.account.held("token ids, labels, rotary angles", turn.output)

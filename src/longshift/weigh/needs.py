@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longshift.cluster.cluster import Number
+from longshift.layout import axes
 from longshift.layout.heads import own_heads
 from longshift.layout.home_tiers import HomeTiers
-from longshift.layout.layout import Coord
 from longshift.model.kernel_calls import LONG
 from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
-from longshift.schedule.sequence import token_order
+from longshift.schedule.sequence import pack_order
 from longshift.spec.formats import Format
+from longshift.spec.model import share
 from longshift.switch.itinerary import Itinerary
 from longshift.weigh.book import Peak
 from longshift.weigh.ledger import Ledger, Weighed
@@ -72,8 +73,7 @@ class StepShape:
         setup = RankSetup(self.itinerary.spec, layout, layout.coord(rank), formats.compute_bytes, transport, formats.float8)
 
         def held(pack: Pack) -> int:
-            order = token_order(pack, layout.ring, layout.ulysses * layout.tp)
-            return unit_turn(setup, order, "attention half", "backward").peak
+            return unit_turn(setup, pack_order(layout, pack), "attention half", "backward").peak
 
         return max((full, full_pack(edge.pack, longest - 1), full_pack(edge.pack, LONG - 1)), key=held)
 
@@ -147,18 +147,15 @@ def kinds_of_rank(shape: StepShape) -> list[int]:
     """One rank of each kind, the heaviest of it: first of all replicas, by stage and by what heads and columns it has."""
     spec, found = shape.itinerary.spec, dict[tuple, int]()
     layouts = [edge.use for edge in shape.edges]
-    firsts = {
-        layout.rank(Coord(tp, ulysses, 0, 0, pp))
-        for layout in layouts
-        for pp in range(layout.pp)
-        for tp in range(layout.tp)
-        for ulysses in range(layout.ulysses)
-    }
+    uneven_axes = [axis.name for axis in (*axes.weight_axes(), *axes.neighbor_axes())]
+    firsts = {rank for layout in layouts for rank in layout.ranks(*uneven_axes, "pp", of=0)}
     for rank in sorted(firsts):
         key = []
         for layout in layouts:
             at = layout.coord(rank)
-            parts = tuple(count * (at.tp + 1) // layout.tp - count * at.tp // layout.tp for count in (spec.heads, spec.ffn, spec.vocab))
-            key.append((at.pp, at.dp == 0, own_heads(spec, layout, at), parts))
+            cut = layout.place(at, axes.weight_axes())
+            shares = [share(count, layout.weight_ranks, cut) for count in (spec.heads, spec.ffn, spec.vocab)]
+            sizes = tuple(last - first for first, last in shares)
+            key.append((at.pp, at.dp == 0, own_heads(spec, layout, at), sizes))
         found.setdefault(tuple(key), rank)
     return list(found.values())

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from longshift.layout import axes
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.loss_rows import loss_rows
 from longshift.layout.placement import local_boxes, local_shape
@@ -33,7 +34,7 @@ from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
-from longshift.step.compose import LayoutOps
+from longshift.step.compose import layout_ops
 from longshift.step.runner import loss_of_rows
 from longshift.weigh.recorder import META, RecordedWorld, Transport, TurnProfile, TurnRecorder
 
@@ -63,7 +64,7 @@ class RankSetup:
 
     def rows(self, order: TokenOrder) -> int:
         """T': tokens of the residual stream on this rank, of a pack in this order."""
-        return order.local_tokens // (self.layout.ulysses * self.layout.tp)
+        return order.local_tokens // self.layout.contiguous_ranks
 
 
 def unit_turn(setup: RankSetup, order: TokenOrder, part: Part, phase: Phase, block: int = 1) -> TurnProfile:
@@ -109,7 +110,7 @@ class RankPlayer:
         self.setup, self.order = setup, order
         rank = setup.layout.rank(setup.coord)
         self.recorder = TurnRecorder(setup.transport)
-        self.ops = LayoutOps(setup.spec, setup.layout, RecordedWorld(rank, self.recorder), self._kernel())  # pyright: ignore[reportArgumentType]
+        self.ops = layout_ops(setup.spec, setup.layout, RecordedWorld(rank, self.recorder), self._kernel())  # pyright: ignore[reportArgumentType]
         self.ops.attention = self.recorder.attention(self.ops.attention)
         with self.recorder.recording() as turn:
             self.micro = self._micro_batch(ropes)
@@ -125,11 +126,12 @@ class RankPlayer:
 
     def _micro_batch(self, ropes: Sequence[Rope]) -> MicroBatch:
         setup, order = self.setup, self.order
-        tokens = order.local_tokens // setup.layout.ulysses
+        tokens = order.local_tokens // setup.layout.neighbor_ranks
         tokens_T, labels_T, positions_T = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(3))
-        ends = torch.empty(1 + len(order.runs[setup.coord.ring]), dtype=torch.int32, device=META)
+        runs = order.runs[setup.layout.place(setup.coord, axes.dealt("two-ended"))]
+        ends = torch.empty(1 + len(runs), dtype=torch.int32, device=META)
         rotary = {rope: rotary_table(rope, setup.spec.rotary_width, positions_T, setup.dtype) for rope in ropes}
-        positions = positions_T[: tokens // setup.layout.tp]
+        positions = positions_T[: tokens // setup.layout.weight_ranks]
         return MicroBatch(tokens_T, labels_T, positions_T, positions, rotary, order, ends)
 
     def stream(self) -> Tensor:
@@ -149,7 +151,7 @@ class RankPlayer:
         adds = adds_inside(setup.compute_bytes, wide.itemsize, setup.transport == "nccl")
         summed = spec.multiplied[unit] if adds else ()
         for param in module.table:
-            shape = local_shape(param, local_boxes(param, setup.layout, setup.coord.tp))
+            shape = local_shape(param, local_boxes(param, setup.layout, setup.coord))
             weight = self.empty(*shape)
             setattr(module, param.role, nn.Parameter(weight, not param.frozen))
             if param.name in summed:

@@ -1,0 +1,77 @@
+"""Axes: the ways to share a step among ranks, one entry each. All that is true of every axis is written once, and iterates over them.
+
+    axis      word   a rank has a part of              what its ranks send inside a turn
+    tp        tp     the weights, and of the tokens    tokens, before and after the weights that are cut
+                     between these
+    ulysses   u      the tokens                        tokens for heads, and back
+    ring      ring   the tokens                        keys and values, and their gradients
+    dp        dp     the packs                         nothing
+    pp        pp     the blocks                        nothing
+
+`parallel` has a file for each that sends, with its paper, picture and bytes; `step.compose` inserts these at the seams of the model;
+`layout.legal` says why a degree is impossible.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way to share a step among ranks.
+
+    name      of its degree in a `Layout`
+    word      in the text of a layout
+    shares    what each rank has a part of
+    deal      how the tokens of a pack are dealt: "two-ended", a piece from each end of every document, so that causal
+              attention is balanced; "contiguous", neighboring tokens of those; None: every rank has them all
+    traffic   what its ranks send inside a turn, for people
+    overlaps  whether that goes on under attention
+    """
+
+    name: str
+    word: str
+    shares: Literal["weights", "tokens", "packs", "blocks"]
+    deal: Literal["two-ended", "contiguous"] | None = None
+    traffic: str = ""
+    overlaps: bool = False
+
+
+# Fastest over ranks first: axes that move most bytes have neighbors.
+AXES: tuple[Axis, ...] = (
+    Axis("tp", "tp", "weights", "contiguous", "tensor: all-gather and reduce-scatter of tokens"),
+    Axis("ulysses", "u", "tokens", "contiguous", "Ulysses: all-to-all of tokens and heads"),
+    Axis("ring", "ring", "tokens", "two-ended", "ring: keys and values, and their gradients", overlaps=True),
+    Axis("dp", "dp", "packs"),
+    Axis("pp", "pp", "blocks"),
+)
+
+
+def names() -> tuple[str, ...]:
+    """Fastest first."""
+    return tuple(axis.name for axis in AXES)
+
+
+def token_axes() -> tuple[Axis, ...]:
+    """Axes that share the tokens of a pack, fastest first."""
+    return tuple(axis for axis in AXES if axis.deal)
+
+
+def dealt(deal: str) -> tuple[Axis, ...]:
+    """Axes that deal the tokens of a pack so, fastest first."""
+    return tuple(axis for axis in AXES if axis.deal == deal)
+
+
+def neighbor_axes() -> tuple[Axis, ...]:
+    """Axes that deal neighboring tokens, of those that the weights see."""
+    return tuple(axis for axis in AXES if axis.deal == "contiguous" and axis.shares == "tokens")
+
+
+def holder_axes() -> tuple[Axis, ...]:
+    """Axes whose ranks compute with the same weights."""
+    return tuple(axis for axis in AXES if axis.shares in ("tokens", "packs"))
+
+
+def weight_axes() -> tuple[Axis, ...]:
+    """Axes that cut weights."""
+    return tuple(axis for axis in AXES if axis.shares == "weights")

@@ -1,0 +1,23 @@
+"""The seams of one rank, with the process groups of its axes. Each technique's file replaces those that it changes."""
+
+from longshift.dist.collectives import Group
+from longshift.dist.world import World
+from longshift.layout import axes
+from longshift.layout.heads import tensor_heads
+from longshift.layout.layout import Layout
+from longshift.model.decoder import Ops
+from longshift.model.kernels import Kernel
+from longshift.spec.model import ModelSpec, share
+
+
+class LayoutOps(Ops):
+    """The seams of one process, for the heads and vocabulary rows of a rank. `groups`: by axis that shares tokens."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, kernel: Kernel):
+        super().__init__(spec, kernel, again=layout.recompute == "selective")
+        self.layout, coord = layout, layout.coord(world.rank)
+        self.groups: dict[str, Group] = {}
+        for axis in axes.token_axes():
+            self.groups[axis.name] = world.group(layout.ranks(axis.name, of=world.rank), axis.name)
+        self.heads, self.kv_heads = tensor_heads(spec, layout, coord)
+        self.vocab_first = share(spec.vocab, layout.weight_ranks, layout.place(coord, axes.weight_axes()))[0]
