@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longshift.dist.collectives import Group
 from longshift.documents.micro import ChunkedPack, HostPack
 from longshift.model.decoder import Head
 from longshift.parallel import ring
@@ -120,7 +121,6 @@ class ChunkPlayer:
         self.runner, self.unit, self.number = runner, unit, micro
         self.module, self.pack = runner.modules[unit], runner.loaded[micro]
         self.ops, self.tier, made = runner.ops, runner.tier, runner.lists(self.pack, unit)
-        self.ring = runner.ops.groups["ring"]
         self.orders, self.sees, self.window = made.orders, made.sees, runner.spec.window(unit)
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
@@ -170,9 +170,13 @@ class ChunkPlayer:
     def _one(self, name: str, chunk: int) -> Tensor:
         return self.live[name, chunk][0]
 
+    @property
+    def ring_group(self) -> Group:
+        return self.ops.groups["ring"]
+
     def _pairs(self, c: int, j: int) -> Callable[[int], Sequence[ring.Pair]]:
         """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs, in schedule.chunks]"""
-        index, later = self.ring.index, self.orders[c]
+        index, later = self.ring_group.index, self.orders[c]
         if c == j:
             return partial(ring.pairs, later, index, window=self.window)
         earlier, between = self.orders[j], self.pack.chunks[c][0].start - self.pack.chunks[j][-1].start
@@ -219,7 +223,7 @@ class ChunkPlayer:
             wide = torch.promote_types(q.dtype, torch.float32)
             self.live["o", c] = (torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide))
         out, lse = self.live["o", c]
-        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring, first=c == j)
+        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, first=c == j)
         if j == (c - 1 if self.sees[c] < c else c):
             self.live["o", c] = (out.to(q.dtype), lse)
 
@@ -254,7 +258,7 @@ class ChunkPlayer:
             if buffer not in event.reads and buffer not in self.live:
                 self.live[buffer] = (torch.zeros_like(like, dtype=wide),)
         dq, dkv = self._one("dq", c), self._one("dkv", j)
-        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring)
+        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring_group)
 
     def to_heads_back(self, event: Event) -> None:
         c = event.chunk
