@@ -1,7 +1,7 @@
 """Groups of ranks: fused buffers that move between them, and the differentiable collectives that models are cut with.
 
 Native collectives serve NCCL. gloo's reduce-scatter is an all-reduce underneath and its all-gather a ring of copies; on gloo both are
-all-to-alls here, each rank to each peer (see docs/log.md, "gloo: everything is an all-to-all"). That moves the same bytes, (P-1)/P of the
+all-to-alls here, each rank to each peer (see docs/dev/log.md, "gloo: everything is an all-to-all"). That moves the same bytes, (P-1)/P of the
 buffer in and out of every rank, and a sum is taken once, in rank order and in at least float32. Two ranks swap: what a rank keeps for
 itself is not copied through gloo.
 
