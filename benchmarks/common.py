@@ -81,7 +81,8 @@ def commit() -> str | None:
 
 def give_freed_memory_back(at_least: int = GIVE_BACK) -> None:
     """glibc: hand memory of so many bytes and more to the system when it is freed, and keep 4 times as much at most, so that what is
-    resident is what is needed and no accident of pools. At 1 MiB page faults take up to a third of the time (docs/dev/log.md, 2026-11-22)."""
+    resident is what is needed and no accident of pools. At 1 MiB page faults take up to a third of the time
+    (docs/dev/log.md, 2026-11-22)."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, at_least)
     libc.mallopt(M_TRIM_THRESHOLD, 4 * at_least)

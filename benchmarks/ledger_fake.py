@@ -59,7 +59,7 @@ OF_EIGHT = {
     "pp2.dp2.tp2.z3.recompute-full": (8 * K, 3 * K) * 4,
     "pp2.ring2.u2.z3.chunk16K.host": (64 * K,) * 2,
 }
-# Every word that README.md explains, but for chunk-auto and recompute-auto, which become something else.
+# Every word that docs/reference/layout.md explains, but for chunk-auto and recompute-auto, which become something else.
 WORDS_ALONE = {
     "recompute-full.host": (2 * K, K),
     "recompute-full.keep1.host": (2 * K, K),

@@ -1,4 +1,4 @@
-"""The tables of measurements in README.md and docs, from the results that are kept.
+"""The tables in README.md and docs: of measurements, from the results that are kept; of references, from the code.
 
 `python benchmarks/tables.py` rewrites every block between `<!-- table: NAME -->` and `<!-- end -->`. With `--check` it writes nothing and
 exits with 1 where a block is not what the results say. `--keep REPORT [--section NAME]` first puts what a benchmark printed with `--json`
@@ -19,10 +19,11 @@ from pathlib import Path
 import gpu_tables
 import kept
 import plan_tables
+import reference_tables
 from kept import K, lines, result, size, source, sources
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHUNKED = ("fpdt", "stream")  # rungs
 METHODS = {  # names of long_context.py to words of layouts
@@ -353,6 +354,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "plan-corpora": plan_tables.plan_corpora,
     "machine-profile": machine_profile,
     "homes": homes,
+    **reference_tables.TABLES,
 }
 
 

@@ -100,33 +100,37 @@ Stages = tuple[Annotated[StageConfig, AfterValidator(_check_stage)], ...]
 
 
 class TrainConfig(Section):
-    """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `deterministic`: equal
-    runs on equal devices give equal bits, where faster kernels would not. `compile`: see `model.compiled`. `timeout`: seconds after which a
-    collective fails because a rank does not answer; `workload.waits` derives it from the longest document where it is not given;
-    `stall_timeout`: seconds that a local rank may be stopped before the launcher ends the run."""
+    """Steps and the optimizer."""
 
-    tokens_per_step: Size
+    tokens_per_step: Size = Field(description="a step takes whole documents until it has this many tokens, whatever the layout")
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
     stages: Stages = Field((), description="parts of the run, in order, whose steps add up to steps")
-    steps: Size
-    lr: PositiveRate
-    min_lr: SmallestRate = Field(default_factory=lambda data: LEAST_LR * data.get("lr", 0.0))
-    warmup: Count = 0
-    schedule: Decay = "cosine"
+    steps: Size = Field(description="optimizer updates of the run")
+    lr: PositiveRate = Field(description="the highest learning rate")
+    min_lr: SmallestRate = Field(
+        default_factory=lambda data: LEAST_LR * data.get("lr", 0.0),
+        description="the learning rate at the end; a tenth of lr where it is not given",
+    )
+    warmup: Count = Field(0, description="steps in which the learning rate rises to lr")
+    schedule: Decay = Field("cosine", description="how the learning rate falls from lr to min_lr; constant stays at lr")
     clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
-    precision: PrecisionName = "bf16"
-    seed: int = Field(0, ge=0, lt=2**63)
+    precision: PrecisionName = Field("bf16", description="format that a step computes in; master weights are float32 or wider")
+    seed: int = Field(0, ge=0, lt=2**63, description="of random weights and of the order of documents")
     optimizer: OptimizerName = Field("adamw", description="adamw, or sgd: a moment less in the training state")
     momentum: Annotated[Number, Field(ge=0, lt=1)] | None = Field(None, description="of sgd: 0.9 where it is not given; 0 keeps no moment")
-    weight_decay: Rate = Field(0.1, ge=0)
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: Rate = Field(1e-8, gt=0)
-    deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
+    weight_decay: Rate = Field(0.1, ge=0, description="decay of matrices and embeddings; norms and biases do not decay")
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="of adamw: decay rates of the two moments"
+    )
+    eps: Rate = Field(1e-8, gt=0, description="of adamw: added to the root of the second moment")
+    deterministic: bool = Field(False, description="equal runs on equal devices give equal bits, where faster kernels would not")
     compile: bool = Field(
         False, description="compile norms, rotary embedding, gated activations and the loss: faster from the second step on"
     )
-    timeout: Seconds | None = Field(None, description="seconds; derived from the step where it is not given")
-    stall_timeout: Seconds = Field(60.0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
+    timeout: Seconds | None = Field(
+        None, description="seconds after which a collective fails because a rank does not answer; derived from the longest document"
+    )
+    stall_timeout: Seconds = Field(60.0, description="seconds that a local rank may be stopped (SIGSTOP) before the run ends")
 
     @model_validator(mode="before")
     @classmethod
@@ -165,14 +169,15 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class SaveConfig(Section):
-    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay. `trackers`: where the rows of
-    metrics.jsonl go too, under the name `project`."""
+    """The run folder and its checkpoints."""
 
-    dir: PathText
-    every: Size = 100
-    keep: Size = 3
-    trackers: tuple[TrackerName, ...] = ()
-    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "longshift"
+    dir: PathText = Field(description="the run folder: config, metrics, checkpoints")
+    every: Size = Field(100, description="steps between checkpoints; the last step has one, too")
+    keep: Size = Field(3, description="how many of the newest checkpoints stay")
+    trackers: tuple[TrackerName, ...] = Field((), description="where the rows of metrics.jsonl go, too")
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+        "longshift", description="the run's project at the trackers"
+    )
 
     @field_validator("trackers", mode="before")
     @classmethod
@@ -186,20 +191,22 @@ class SaveConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Validation on data.valid, or data.held_out: every so many steps and after the last, on as many whole documents as have `tokens`. The
-    checkpoint with the lowest loss is kept besides the newest. `patience`: after so many validations without a lower loss the run ends."""
+    """Validation on data.valid, or data.held_out. The checkpoint with the lowest loss is kept besides the newest."""
 
-    every: Size = 100
-    tokens: Size = UNITS["M"]
-    patience: Size | None = None
+    every: Size = Field(100, description="steps between validations; the last step has one, too")
+    tokens: Size = Field(UNITS["M"], description="validate on as many whole documents as have this many tokens")
+    patience: Size | None = Field(None, description="the run ends after this many validations without a lower loss")
 
 
 class SwitchConfig(Section):
-    """How weights move where the layout changes inside a step. `bucket`: the most that a rank sends, or receives, at one time; `ahead`: how
-    much of the next layout's weights may come while the one before still computes."""
+    """How weights move where the layout changes inside a step."""
 
-    bucket: Annotated[Size, Field(ge=LEAST_BUCKET)] = 32 * UNITS["M"]
-    ahead: Count = 256 * UNITS["M"]
+    bucket: Annotated[Size, Field(ge=LEAST_BUCKET)] = Field(
+        default=32 * UNITS["M"], description="bytes that a rank sends, or receives, at one time, at most"
+    )
+    ahead: Count = Field(
+        default=256 * UNITS["M"], description="bytes of the next layout's weights that may arrive while the one before still computes"
+    )
 
     @property
     def options(self) -> SwitchOptions:
@@ -207,9 +214,11 @@ class SwitchConfig(Section):
 
 
 class StreamConfig(Section):
-    """Of layouts that offload to disk, and of a home there. `folder`: where they keep their files, the run's own where not given."""
+    """Of layouts that offload to disk, and of a home there."""
 
-    folder: PathText | None = None
+    folder: PathText | None = Field(
+        default=None, description="where the disk tier, and a home on disk, keep their files; the run folder where it is not given"
+    )
 
     def options(self, run: Path) -> StreamOptions:
         return StreamOptions(self.folder or str(run))
@@ -256,7 +265,9 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
-    layout: Layouts = Layout()
+    layout: Layouts = Field(
+        Layout(), description="the parallel layout: words such as dp2.tp2, a list of layouts by document length, or auto"
+    )
     home: HomeConfig = HomeConfig()
     save: SaveConfig
     validation: ValidationConfig | None = None

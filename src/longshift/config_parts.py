@@ -96,24 +96,27 @@ class Section(BaseModel):
 
 
 class RopeConfig(Section):
-    """Another rotary embedding than the model's, for documents longer than it was trained on (`spec.stretch`). `factor`: how many times as
-    long, data.max_len over the trained positions where it is not given; `trained`: those positions, where config.json says others."""
+    """Another rotary embedding than the model's, for documents longer than it was trained on (`spec.stretch`)."""
 
-    type: Stretch
-    factor: Annotated[Number, Field(ge=1, le=1e6)] | None = None
-    theta: Annotated[Number, Field(gt=1, le=1e15)] | None = None
-    trained: Size | None = None
+    type: Stretch = Field(description="how the rotary embedding is stretched")
+    factor: Annotated[Number, Field(ge=1, le=1e6)] | None = Field(
+        None, description="how many times as long; data.max_len over the trained positions where it is not given"
+    )
+    theta: Annotated[Number, Field(gt=1, le=1e15)] | None = Field(None, description="the new base of the angles, of type theta")
+    trained: Size | None = Field(None, description="positions that the model was trained on, where config.json says others")
 
 
 class LoraConfig(Section):
-    """Low-rank adapters beside weights that stay as they are (`spec.adapters`): `rank`, `alpha` (adapters are scaled by alpha / rank), and
-    the linear layers that have one, `all` or names such as [q_proj, v_proj]. `init_from`: a folder of PEFT with the adapters to begin
-    with; they are drawn where it is not given."""
+    """Low-rank adapters beside weights that stay as they are (`spec.adapters`)."""
 
-    rank: Annotated[int, Field(ge=1, le=65536)] = 16
-    alpha: Annotated[Number, Field(gt=0, le=1e6)] = 32.0
-    targets: Literal["all"] | tuple[str, ...] = "all"
-    init_from: PathText | None = None
+    rank: Annotated[int, Field(ge=1, le=65536)] = Field(16, description="width of the adapters")
+    alpha: Annotated[Number, Field(gt=0, le=1e6)] = Field(32.0, description="adapters are scaled by alpha / rank")
+    targets: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="the linear layers that have an adapter: all, or names such as [q_proj, v_proj]"
+    )
+    init_from: PathText | None = Field(
+        None, description="a PEFT folder with the adapters to begin with; they are drawn where it is not given"
+    )
 
     @property
     def adapters(self) -> Lora:
@@ -121,15 +124,19 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model: a preset of Longshift, or a Hugging Face folder. A preset is always initialised from scratch. `lora`: train adapters
-    alone; `freeze`: patterns of names of weights that are not trained, as in ["model.embed_tokens.*", "model.layers.[0-7].*"]."""
+    """Which model: a preset of Longshift, or a Hugging Face folder."""
 
-    preset: str | None = None
-    rope: RopeConfig | None = None
-    lora: LoraConfig | None = None
-    freeze: tuple[str, ...] = ()
-    path: PathText | None = None
-    init: Literal["pretrained", "scratch"] = Field(default_factory=lambda data: "pretrained" if data.get("path") else "scratch")
+    preset: str | None = Field(None, description="a model of Longshift's own, such as tiny-llama, with random weights")
+    rope: RopeConfig | None = Field(None, description="another rotary embedding, for longer documents")
+    lora: LoraConfig | None = Field(None, description="train low-rank adapters alone")
+    freeze: tuple[str, ...] = Field(
+        (), description='patterns of weights that are not trained, as in ["model.embed_tokens.*", "model.layers.[0-7].*"]'
+    )
+    path: PathText | None = Field(None, description="a Hugging Face folder on this machine")
+    init: Literal["pretrained", "scratch"] = Field(
+        default_factory=lambda data: "pretrained" if data.get("path") else "scratch",
+        description="pretrained: the weights of path; scratch: random ones, which a preset always has",
+    )
 
     @model_validator(mode="after")
     def _one_of(self) -> "ModelConfig":
@@ -191,14 +198,17 @@ class DocumentFormat:
 
 
 class Source(Section):
-    """Where documents come from. `path` is a file, a folder or a pattern. `format`: what makes a document, `text` where it is not given,
-    `messages`, or names of fields, as in {text: body} or {prompt: question, completion: answer}. `learn`: the turns of a conversation that
-    are targets."""
+    """Where documents come from."""
 
-    path: PathText | None = None
-    corpus: Literal["python"] | None = None
-    format: Annotated[DocumentFormat, PlainValidator(DocumentFormat.parse), PlainSerializer(DocumentFormat.to_json)] = DocumentFormat()
-    learn: Learn = "assistant"
+    path: PathText | None = Field(None, description="a file, a folder or a pattern such as books/*.txt")
+    corpus: Literal["python"] | None = Field(None, description="python: the sources of the installed standard library")
+    format: Annotated[DocumentFormat, PlainValidator(DocumentFormat.parse), PlainSerializer(DocumentFormat.to_json)] = Field(
+        DocumentFormat(),
+        description="what makes a document: text, messages, or fields, as in {text: body} or {prompt: question, completion: answer}",
+    )
+    learn: Learn = Field(
+        "assistant", description="which tokens of a conversation count in the loss: the assistant's, its last turn's, or all"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Source":
@@ -214,11 +224,14 @@ class Source(Section):
 
 
 class TrainSource(Source):
-    """A source that is trained on. `epochs`: how many times it is read while others are read once; `weight`: its share of the tokens, which
-    every source has or none."""
+    """A source that is trained on."""
 
-    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-    weight: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(
+        None, description="how many times the source is read while others are read once"
+    )
+    weight: Annotated[Number, Field(gt=0, le=1e6)] | None = Field(
+        None, description="the source's share of the tokens; every source has one, or none"
+    )
 
     @model_validator(mode="after")
     def _epochs_or_weight(self) -> "TrainSource":
@@ -232,18 +245,22 @@ TrainSources = Annotated[tuple[TrainSource, ...], BeforeValidator(some_sources)]
 
 
 class DataConfig(Section):
-    """Documents and how they become tokens. `max_len` is the longest document in tokens; `overlong`, what happens to a longer one,
-    must be given as soon as there is one. `template`: a chat template, the tokenizer's own where not given. `cache` is where tokens and the
-    project's tokenizer are kept."""
+    """Documents and how they become tokens."""
 
-    train: TrainSources
-    tokenizer: PathText | None = None
-    template: PathText | None = None
-    valid: Annotated[tuple[Source, ...], BeforeValidator(some_sources)] | None = None
+    train: TrainSources = Field(description="the sources that are trained on: one, or a list; a path alone is short for {path: ...}")
+    tokenizer: PathText | None = Field(
+        None, description="a tokenizer.json or a folder with one; the model folder's own, or a small one of Python sources for a preset"
+    )
+    template: PathText | None = Field(None, description="a file with a chat template; the tokenizer's own where it is not given")
+    valid: Annotated[tuple[Source, ...], BeforeValidator(some_sources)] | None = Field(
+        None, description="sources of documents to validate on"
+    )
     held_out: Annotated[Number, Field(gt=0, le=0.5)] | None = Field(None, description="share of the documents of train to validate on")
-    max_len: LongestDocument
-    overlong: Overlong | None = None
-    cache: PathText = Field("~/.cache/longshift", validate_default=True)
+    max_len: LongestDocument = Field(description="tokens of the longest document")
+    overlong: Overlong | None = Field(None, description="what happens to a longer document; required as soon as there is one")
+    cache: PathText = Field(
+        "~/.cache/longshift", validate_default=True, description="folder of the token caches, and of tokenizers that Longshift trained"
+    )
 
     @model_validator(mode="after")
     def _valid_or_held_out(self) -> "DataConfig":

@@ -1,17 +1,38 @@
 """Layout: one way to compute, as one line of text; and where each rank stands in it.
 
-    dp2.tp2            two replicas, each on two tensor-parallel ranks
-    pp2.dp2.tp2.z3     pipeline of two stages, ZeRO-3 over the replicas
-    u4.ring2           sequence over eight ranks: Ulysses inside, ring outside
-    pp2:3-2.gpipe      three and two layers in the stages, all-forward-all-backward
-    pp2.v2             interleaved 1F1B with two model chunks a rank
-    dp4.z3.vertical    all micro-batches of a block before the next block (`program.turns`)
-    dp4.recompute-full
-    recompute-full.keep8   the last 8 blocks of each stage keep all for their backward, the others input and output of attention
-    recompute-auto     recomputation, and how many blocks keep all, chosen for this machine (`planner.activations`)
-    u4.chunk64K.host   streamed: 64K tokens of a pack at one time, all else in host memory (`schedule.chunks`)
-    chunk-auto.host    the same, with a chunk chosen for this machine (`planner.chunk_size`)
-    chunk64K.every4.host   of every four blocks only the first one's input waits; every1: of each block its input (`schedule.streamed`)
+Words are joined by dots, in any order: `dp2.tp2`, `pp2.dp2.tp2.z3`, `u4.chunk64K.host`. The product of the degrees is the number of ranks.
+`docs/reference/layout.md` is made from this list:
+
+    dp2                  data parallelism: two replicas, which share the step's packs; shares may be uneven
+    tp2                  tensor parallelism: every matrix over two ranks, with the tokens between matrices sharded too (Megatron sequence
+                         parallelism)
+    u2                   Ulysses sequence parallelism: tokens of a sequence over two ranks, which trade them for heads in attention
+    ring2                context parallelism (ring attention): tokens of a sequence over two ranks, keys and values go round; causal work
+                         is balanced
+    pp2                  pipeline parallelism: two stages of nearly equal numbers of layers, in 1F1B order
+    pp2:3-2              the same with the layers of each stage given
+    v2                   interleaved 1F1B with two model chunks a rank, beside pp
+    1f1b                 the default order of a pipeline: one forward, one backward
+    gpipe                all forwards of a pipeline before all backwards
+    vertical             all micro-batches through a block before the next block: weights are gathered twice a step, gradients reduced once;
+                         for z3 with several packs, and for home: disk (`program.turns`)
+    z0                   no ZeRO: every replica keeps the whole training state; the default
+    z1                   ZeRO-1: optimizer state sharded over the replicas
+    z2                   ZeRO-2: gradients sharded too
+    z3                   ZeRO-3, as FSDP: weights sharded too
+    recompute-full       gradient checkpointing: a block keeps its input and the output of attention; the backward computes the rest again
+    recompute-selective  gradient checkpointing of attention alone, from q, k and v (arXiv 2205.05198); with flash kernels this saves only
+                         the log-sum-exp, and with u the output of attention
+    recompute-auto       the fastest of these that fits this machine, and how many blocks keep all (`planner.activations`)
+    keep8                beside recompute-full: the last 8 blocks of each stage keep all that their backward needs
+    chunk64K             64K tokens of a pack at one time: all layers are streamed chunk by chunk (`schedule.chunks`)
+    chunk-auto           the same, with a chunk chosen from this machine's profile (`planner.chunk_size`)
+    host                 CPU offload of activations: what recompute-full keeps, or a chunked layout, waits in host memory
+    disk                 the same in a private file
+    kv-offload           of a chunked layout: keys and values wait outside the device too
+    fpdt                 of a chunked layout: the order of the FPDT paper, in which attention is computed again
+    every4               of a chunked layout: of every four blocks only the first one's input waits, and the forward of the others is
+                         computed again; every1: the input of each block waits, and attention is computed again (`schedule.streamed`)
 
 The axes, `layout.axes`, vary over ranks in their order there: those that move most bytes sit closest together.
 """
