@@ -83,7 +83,7 @@ def plan_choice(name: str = "plan_choice") -> str:
         spread, raw = (median(abs(row[name]) for row in ways) for name in ("spread", "raw"))
         memory = (f"{pick(row['forecast'] for row in ways):+.0%}" for pick in (min, max))
         rows.append((corpus, len(ways), f"{spread:.0%}", f"{raw:.0%}", f"{median(errors):.1%}, {max(errors):.0%}", " to ".join(memory)))
-    head = ("corpus", "ways", "spread of rounds", "error of the clock", "after a step of three ways: median, worst", "memory forecast")
+    head = ("corpus", "ways", "spread", "clock error", "calibrated: median, worst", "memory forecast")
     chosen = [
         (row["corpus"], f"{row['tensors_bytes'] / MIB:.0f} MiB",
          *(f"`{row[name]}`" if row[name] else "" for name in ("auto", "best_static")),
@@ -92,7 +92,7 @@ def plan_choice(name: str = "plan_choice") -> str:
         for row in report["summary"]["budgets"]
     ]  # fmt: skip
     of_budgets = (
-        *("corpus", "tensors may take", "plan that goes on", "best single layout", "its seconds over the plan's"),
-        *("over those of the fastest way of all", "context parallelism's over the plan's", "most memory of those tried over the budget"),
+        *("corpus", "budget", "plan", "best single layout", "speedup"),
+        *("speedup at most", "over context parallelism", "memory / budget"),
     )
     return f"{source(report)}\n\n{lines(head, rows)}\n\n{lines(of_budgets, chosen)}"
