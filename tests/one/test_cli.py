@@ -900,45 +900,71 @@ def test_checkpoints_that_were_moved_or_hold_other_numbers_are_refused(place, lo
     assert (code, "newer checkpoints" in err) == (0, False)
 
 
-def readme_blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+def blocks(page: str, kind: str) -> list[str]:
+    """Code blocks of a page; shell commands have no kind."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [text for name, text in fences if name == kind]
 
 
-def test_the_commands_of_the_readme_are_valid(tmp_path, monkeypatch):
-    lines = [line.split(" #")[0].strip() for block in readme_blocks("") for line in block.splitlines()]
-    commands = [line for line in lines if line.startswith("longshift ")]
-    assert {shlex.split(line)[1] for line in commands} == {"init", "data", "train", "check", "plan", "calibrate", "export", "report"}
-    for line in commands:
-        cli.app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
-    targets = {shlex.split(line)[1] for line in lines if line.startswith("make ")}
-    assert targets == {"quickstart", "test", "test-faults"}
-    for target in (*targets, "setup", "test-all", "lint", "bench"):
+def commands_of(page: str) -> list[str]:
+    """Lines of a page's shell blocks, without comments; output has none that begin with a command."""
+    return [line.split(" #")[0].strip() for block in blocks(page, "") for line in block.splitlines()]
+
+
+def pages() -> list[str]:
+    return ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))]
+
+
+def test_the_commands_of_the_docs_are_valid():
+    found = {page: [shlex.split(line) for line in commands_of(page) if re.match(r"(\$ )?longshift [a-z]", line)] for page in pages()}
+    for words in (words for lines in found.values() for words in lines):
+        cli.app.parse_args(cli.words(words[words.index("longshift") + 1 :]), exit_on_error=False, print_error=False)
+    assert {words[1] for words in found["README.md"]} == {"init", "data", "train", "check", "plan", "export", "report"}
+    assert {words[1] for words in found["docs/first-run.md"]} >= {"init", "data", "train", "check", "plan", "calibrate", "export", "report"}
+
+
+def test_the_make_targets_of_the_docs_exist():
+    lines = [line.split() for page in pages() for line in commands_of(page) if line.startswith("make ")]
+    assert [words for words in commands_of("README.md") if words.startswith("make ")] == ["make quickstart", "make test"]
+    assert ["make", "test-faults", "JSON=out.json"] in lines
+    for target in {words[1] for words in lines} | {"setup", "test-all", "lint", "docs", "bench"}:
         done = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
 
-def test_the_config_and_the_layouts_of_the_readme_are_valid():
-    text, groups, streamed = readme_blocks("yaml")
-    words = re.findall(r"^\| (`.*?) \|", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
-    layouts = [word.strip("`") for cell in words for word in cell.split(", ")]
-    assert len(layouts) >= 10
+def test_the_readme_is_short_and_says_first_what_has_not_run():
+    lines = (REPOSITORY / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    first_screen = "\n".join(lines[:40])
+    for words in ("**Has not run:** no two GPUs", "**Is refused", "longshift train run.yaml", "longshift export"):
+        assert words in first_screen
+
+
+def test_the_configs_and_the_layouts_of_the_docs_are_valid():
+    text, groups, streamed = blocks("docs/layouts.md", "yaml")
+    (of_readme,) = blocks("README.md", "yaml")
+    words = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/reference/layout.md").read_text(), re.MULTILINE)
     config = parse_config(text)
+    assert parse_config(blocks("docs/first-run.md", "yaml")[0]) == config
     static = text[: text.index("layout:")] + text[text.index("save:") :]
     switched = parse_config(static + groups, ["data.max_len=32K"])
     assert len(switched.edges) == 2
     assert switched.switch == config.switch
-    assert parse_config(static + streamed, ["data.max_len=1M"]).edges[1].use.chunk == 64 << 10
-    for layout in layouts:
-        spec = replace(config.spec, layers=5)
-        needs = {"kv-offload": "chunk64K.host."} | dict.fromkeys(("host", "disk", "fpdt", "every4", "every1"), "chunk64K.")
-        assert faults(spec, Layout.parse(needs.get(layout, "") + layout), None) == ()
+    for part in (of_readme, streamed):
+        assert parse_config(static + part, ["data.max_len=1M"]).edges[-1].use.chunk == 64 << 10
+    assert len(words) >= 20
+    needs = {"kv-offload": "chunk64K.host.", "keep8": "recompute-full."}
+    needs |= dict.fromkeys(("host", "disk", "fpdt", "every4"), "chunk64K.") | dict.fromkeys(("v2", "gpipe", "1f1b"), "pp2.")
+    for word in words:
+        assert faults(replace(config.spec, layers=5), Layout.parse(needs.get(word, "") + word), None) == ()
+    for cell in re.findall(r"^\| [^|]+ \| `([\w.]+)` \|", (REPOSITORY / "docs/layouts.md").read_text(), re.MULTILINE):
+        assert faults(config.spec, Layout.parse(cell), None) == ()
 
 
-def test_the_plan_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+def test_the_plan_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text, *_ = readme_blocks("yaml")
-    (tmp_path / "run.yaml").write_text(text)
-    block = readme_blocks("python")[1].replace("tp16.pp2", "tp4.pp4.dp2").replace("dp4.tp2.pp4", "dp16.tp2")
+    (tmp_path / "run.yaml").write_text(blocks("docs/layouts.md", "yaml")[0])
+    block = blocks("docs/reference/python.md", "python")[1].replace("tp16.pp2", "tp4.pp4.dp2").replace("dp4.tp2.pp4", "dp16.tp2")
     exec(block, {"ls": ls})
     out = capsys.readouterr().out
     assert "GB inside nodes" in out
