@@ -314,8 +314,8 @@ def headline() -> str:
     layouts = len({row["layout"] for row in parity})
     return "\n".join(
         (
-            f"- **Long documents fit.** Streamed in chunks, a document can be {times} times as long in the same memory.",
-            f"- **Short documents stay fast.** Layouts by length are up to {gain:.2f} times as fast as the best single layout.",
+            f"- **Long documents fit.** Streamed in chunks, a document can be {times} times as long in the same memory as in one piece.",
+            f"- **Short documents stay fast.** Layouts by length are up to {gain:.2f} times as fast as the best single layout that fits.",
             f"- **The result stays the same.** {layouts} layouts and switches differ from one process by at most {worst:.1e}, in float64.",
         )
     )
