@@ -193,9 +193,9 @@ class SaveConfig(Section):
 class ValidationConfig(Section):
     """Validation on data.valid, or data.held_out. The checkpoint with the lowest loss is kept besides the newest."""
 
-    every: Size = Field(100, description="steps between validations; the last step has one, too")
-    tokens: Size = Field(UNITS["M"], description="validate on as many whole documents as have this many tokens")
-    patience: Size | None = Field(None, description="the run ends after this many validations without a lower loss")
+    every: Size = Field(default=100, description="steps between validations; the last step has one, too")
+    tokens: Size = Field(default=UNITS["M"], description="validate on as many whole documents as have this many tokens")
+    patience: Size | None = Field(default=None, description="the run ends after this many validations without a lower loss")
 
 
 class SwitchConfig(Section):

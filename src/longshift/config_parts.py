@@ -200,14 +200,14 @@ class DocumentFormat:
 class Source(Section):
     """Where documents come from."""
 
-    path: PathText | None = Field(None, description="a file, a folder or a pattern such as books/*.txt")
-    corpus: Literal["python"] | None = Field(None, description="python: the sources of the installed standard library")
+    path: PathText | None = Field(default=None, description="a file, a folder or a pattern such as books/*.txt")
+    corpus: Literal["python"] | None = Field(default=None, description="python: the sources of the installed standard library")
     format: Annotated[DocumentFormat, PlainValidator(DocumentFormat.parse), PlainSerializer(DocumentFormat.to_json)] = Field(
-        DocumentFormat(),
+        default=DocumentFormat(),
         description="what makes a document: text, messages, or fields, as in {text: body} or {prompt: question, completion: answer}",
     )
     learn: Learn = Field(
-        "assistant", description="which tokens of a conversation count in the loss: the assistant's, its last turn's, or all"
+        default="assistant", description="which tokens of a conversation count in the loss: the assistant's, its last turn's, or all"
     )
 
     @model_validator(mode="after")
