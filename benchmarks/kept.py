@@ -6,6 +6,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 K, MIB = 1024, 2**20
+CHUNKED = ("fpdt", "stream")  # rungs of long_ladder.py that compute a document in chunks
 
 
 def result(benchmark: str, section: str | None = None) -> dict:

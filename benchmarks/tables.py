@@ -8,7 +8,6 @@ into `results/`, one file a benchmark. A file holds one report, or named section
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
@@ -21,12 +20,12 @@ import gpu_tables
 import kept
 import plan_tables
 import reference_tables
-from kept import K, lines, result, size, source, sources
+import summaries
+from kept import CHUNKED, K, lines, result, size, source, sources
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-CHUNKED = ("fpdt", "stream")  # rungs
 METHODS = {  # names of long_context.py to words of layouts
     "recompute": "recompute-full",
     "selective": "torch's selective checkpointing",
@@ -297,70 +296,6 @@ def machine_profile() -> str:
     return f"{source(report)} {said}\n\n{lines(('family', 'quick', 'full'), cells)}"
 
 
-def headline() -> str:
-    """Why to use Longshift: three reasons, with a measured number each."""
-    ladder_rows = [
-        row for name, report in result("long_ladder")["sections"].items() if name.startswith("300 MiB") for row in report["rows"]
-    ]
-
-    def longest(ranks: int, chunked: bool) -> int:
-        return max(row["longest_tokens"] for row in ladder_rows if row["ranks"] == ranks and (row["rung"] in CHUNKED) == chunked)
-
-    times = min(longest(ranks, True) // longest(ranks, False) for ranks in {row["ranks"] for row in ladder_rows})
-    gain = max(result("plan_choice_2x2")["summary"]["auto_over_best_static_by_corpus"].values())
-    parity = [row for report in result("parity")["sections"].values() for row in report["rows"]]
-    worst = max(report["summary"]["worst"] for report in result("parity")["sections"].values())
-    worst = math.ceil(worst * 1e14) / 1e14
-    layouts = len({row["layout"] for row in parity})
-    return "\n".join(
-        (
-            f"- **Long documents fit.** Streamed in chunks, a document can be {times} times as long in the same memory as in one piece.",
-            f"- **Short documents stay fast.** Layouts by length are up to {gain:.2f} times as fast as the best single layout that fits.",
-            f"- **The result stays the same.** {layouts} layouts and switches differ from one process by at most {worst:.1e}, in float64.",
-        )
-    )
-
-
-def conclusions() -> str:
-    """What the benchmarks found, a number each."""
-    peers = [ratio for row in result("static")["summary"]["ratio_to_best_peer"].values() for ratio in row.values()]
-    predicted = result("published")
-    peaks = [row["ratio"] for row in result("ledger")["rows"]]
-    steps = {
-        row["system"]: row["measured"]["seconds"]
-        for row in result("gpu_first_day", "H200, later")["rows"]
-        if row["part"] == "rivals" and row["layout"] == "dp1"
-    }
-    return "\n".join(
-        (
-            f"- **Speed.** Single layouts run at {min(peers):.2f} to {max(peers):.2f} times the speed of the fastest peer, on two CPU "
-            f"ranks. Two layers of Llama 3 8B on one H200 take {steps['longshift']:.3f} s a step of 8K tokens; torch FSDP2 takes "
-            f"{steps['fsdp2']:.3f} s.",
-            f"- **Predicted memory.** Recorded peaks are {min(peaks):.3f} to {max(peaks):.3f} of the predicted ones.",
-            f"- **Predicted time.** {predicted_steps():,} published steps of other trainers are off by {predicted['mean_raw']:.1%} "
-            "on average.",
-        )
-    )
-
-
-def predicted_steps() -> int:
-    """How many published steps were predicted."""
-    return sum(found["raw"]["rows"] for found in result("published")["by_source"].values())
-
-
-def planning_summary() -> str:
-    """How far predicted seconds are off, and what a planner loses by that."""
-    published, nodes = result("published"), result("plan_choice_2x2")["summary"]
-    return "\n".join(
-        (
-            f"- {predicted_steps():,} published steps of other trainers are off by {published['mean_raw']:.1%} on average. The layout that "
-            f"comes first takes {published['regret_first']:.1%} longer than the best.",
-            f"- Steps of Longshift on four CPU ranks of two simulated nodes are off by {nodes['median_raw']:.1%} in the median, "
-            f"and by {nodes['worst_calibrated']:.0%} at most after calibration.",
-        )
-    )
-
-
 def homes() -> str:
     """What a step takes by where the training state lies, and by tokens, and what moving, updating and formats cost beside the plain."""
     report = result("state_tiers")
@@ -393,9 +328,7 @@ def homes() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "headline": headline,
-    "conclusions": conclusions,
-    "planning-summary": planning_summary,
+    **summaries.TABLES,
     "long-context": by_length,
     "long-context-others": others,
     "long-ladder": ladder("300 MiB"),
