@@ -47,5 +47,4 @@ def test_the_ledger_says_what_tensors_take(rows: list[dict[str, Any]]):
 def test_the_ledger_says_what_is_sent_and_computed(rows: list[dict[str, Any]]):
     for row in rows:
         assert row["sent"] == row["sent_predicted"], row["layout"]
-        assert row["flops"] == row["flops_predicted"], row["layout"]
-        assert min(row["flops"].values()) > 0
+        assert row["flops"] == row["flops_predicted"] > 0, row["layout"]
