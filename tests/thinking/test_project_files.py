@@ -31,3 +31,13 @@ def test_the_workflow_runs_what_must_pass_before_a_merge():
 def test_hooks_are_those_of_make_lint():
     hooks = [hook["entry"] for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"] for hook in repo["hooks"]]
     assert hooks == [".venv/bin/ruff check --fix", ".venv/bin/ruff format"]
+
+
+def test_what_architecture_names_is_where_it_says():
+    """`Name.method` (`room/file.py`): the file defines the last part of the name."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = re.findall(r"`([\w.]+)`[^`(|]*\(`(\w+/\w+\.py)`\)", text)
+    assert len(named) > 15
+    for name, file in named:
+        source = (ROOT / "src" / "longshift" / file).read_text()
+        assert re.search(rf"^ *(def|class) {name.rpartition('.')[2]}\b", source, re.MULTILINE), (name, file)
