@@ -199,6 +199,15 @@ def test_plan_bound_of_several_groups_holds(home: str):
     assert np.median(found) > 0.6
 
 
+@pytest.mark.parametrize(("text", "layers", "micros"), [("pp4.v2.dp2.z1", 8, 13), ("pp3.v2.dp2.z1", 12, 9), ("pp4.v2.dp2.z1", 8, 6)])
+def test_plan_bound_counts_packs_in_flight_of_interleaved_orders(text: str, layers: int, micros: int):
+    """The first stage of pp4.v2 has 11 passes under way, of which 3 are of the second four micro-batches: without these, 0.77."""
+    spec, layout, formats = replace(SMALL, layers=layers), Layout.parse(text), FORMATS["bf16"]
+    weighed = min(micros, 2 * layout.pp * layout.virtual + 1)
+    bound = float(device_bytes(Training(spec, formats, "nccl"), Candidates.of([layout]), 8192, weighed)[0])
+    assert 0.95 < bound / ledger_bytes(spec, layout, 8192, micros, formats, "nccl") <= 1
+
+
 def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):
     """Mutants: one pack in flight on every stage, and all of them."""
     layout = Layout.parse("pp4.dp2.z1")

@@ -91,11 +91,13 @@ def in_flight(at: Candidates, micros: np.ndarray, first: bool) -> tuple[np.ndarr
     ahead = np.where(at.virtual == 1, at.pp - 1 - coord, 2 * (at.pp - 1 - coord) + (at.virtual - 1) * at.pp)
     summed = at.pp * (at.virtual - 1) + 1  # backwards after which each chunk has had one
     interleaved, gpipe = at.virtual > 1, at.order == ORDERS.index("gpipe")
-    rounds, rest = np.divmod(np.minimum(ahead + 1, at.pp * at.virtual), at.pp)  # of an interleaved order, of its first pp micro-batches
-    few = np.minimum(at.pp, micros)
-    begun = np.where(interleaved, rounds * few + np.minimum(rest, few), np.minimum(ahead + 1, micros))
+    # An interleaved order takes pp micro-batches through all chunks, then begins with as many others.
+    rounds, rest = np.divmod(np.minimum(ahead + 1, at.pp * at.virtual), at.pp)
+    few, others = np.minimum(at.pp, micros), np.clip(micros - at.pp, 0, np.maximum(0, ahead + 1 - at.pp * at.virtual))
+    begun = np.where(interleaved, rounds * few + np.minimum(rest, few) + others, np.minimum(ahead + 1, micros))
     once = np.where(interleaved, micros > at.pp, micros > 1)
-    again = once & ~gpipe & (micros * at.virtual - ahead > summed) & (~interleaved | (micros >= 2 * at.pp))
+    full_groups = np.where(interleaved, micros // at.pp * at.pp, micros)
+    again = once & ~gpipe & (full_groups * at.virtual - ahead > summed)
     return np.where(gpipe, micros, begun), again, once
 
 
