@@ -1,14 +1,16 @@
 """The device of a rank, and the memory of its machine, as environment and control groups tell them."""
 
 import os
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from longshift.dist.memory import host_memory
-from longshift.dist.world import ALLOCATOR, World, allocator, own_device
+from longshift.dist.world import ALLOCATOR, RANKS_PER_GPU, World, allocator, check_gpus, own_device, use_gpu
 from longshift.errors import UsageError
 from longshift.trainer import admission
 
@@ -41,6 +43,34 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
         own_device()
 
 
+def test_ranks_share_a_gpu_where_the_environment_asks_for_it(monkeypatch):
+    """Each is a host of its own to NCCL, which refuses two ranks on one GPU of a host; what a person has set stays."""
+    for name in ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS", RANKS_PER_GPU, "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(UsageError, match="^4 ranks need a GPU each, and this machine has 2"):
+        check_gpus(4)
+    use_gpu(torch.device("cuda", 1), 3)
+    assert "NCCL_HOSTID" not in os.environ
+
+    monkeypatch.setenv(RANKS_PER_GPU, "2")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    check_gpus(4)
+    for rank, index in enumerate((0, 0, 1, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        for local in (str(rank), ""):
+            monkeypatch.setenv("LOCAL_RANK", local)
+            assert own_device() == torch.device("cuda", index)
+    use_gpu(own_device(), 3)
+    assert [os.environ[name] for name in ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_MAX_CTAS")] == ["rank3", "1", "8"]
+    for text in ("0", "two", "-1", ""):
+        monkeypatch.setenv(RANKS_PER_GPU, text)
+        with pytest.raises(UsageError, match=f"^LONGSHIFT_RANKS_PER_GPU is '{text}', and how many"):
+            check_gpus(1)
+
+
 def test_the_allocator_of_a_gpu_grows_its_segments_unless_a_person_has_set_it(monkeypatch):
     for name in (*ALLOCATOR, "RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -55,15 +85,20 @@ def test_the_allocator_of_a_gpu_grows_its_segments_unless_a_person_has_set_it(mo
         monkeypatch.delenv(name)
 
 
-def test_a_rank_on_a_gpu_has_the_room_that_is_free_there(monkeypatch):
-    """What others hold of the device counts as held."""
+@pytest.mark.parametrize("uuids", ["a", "ab", "aab"])
+def test_a_rank_on_a_gpu_has_the_room_that_is_free_there(monkeypatch, uuids):
+    """What others hold of the device counts as held; ranks of one GPU have equal parts of it."""
+    sharing = uuids.count("a")
+    told = [f"{socket.gethostname()} {uuid}" for uuid in uuids]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    monkeypatch.setattr(World, "gather_text", lambda world, text: done.append("told") or told)
     done = list[str]()
     monkeypatch.setattr(admission, "settle", lambda device: done.append("taken"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("there"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: done.append("asked") or (10, 80))
     room, held = admission._room(World(0, 1, torch.device("cuda", 0)))
-    assert room - held == 10
-    assert done == ["taken", "there", "asked"]
+    assert (room, held) == (80 // sharing, 70 // sharing)
+    assert done == ["taken", "there", "told", "asked"]
 
 
 VERSIONS = {

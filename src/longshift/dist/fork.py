@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from longshift import errors
 from longshift.dist.parent import end_with_parent
-from longshift.dist.world import TIMEOUT, World, check_gpus, keep_freed_memory, stay_on_loopback
+from longshift.dist.world import TIMEOUT, World, check_gpus, gpu_of, keep_freed_memory, stay_on_loopback, use_gpu
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 GRACE_S = 2.0  # after one rank's error, how long to wait for the others', among which may be the cause
@@ -172,7 +172,7 @@ def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, an
             for end in pipe:
                 os.close(end)
         torch.set_num_threads(1)
-        device = torch.device("cuda", rank) if host.device == "cuda" else torch.device("cpu")
+        device = gpu_of(rank, rank) if host.device == "cuda" else torch.device("cpu")
         world = _join(rank, host.size, listener, device)
         with os.fdopen(calls) as lines:
             for line in lines:
@@ -198,7 +198,7 @@ def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, an
 
 def _join(rank: int, size: int, listener: socket.socket, device: torch.device) -> World:
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        use_gpu(device, rank)
     if size == 1:
         return World(0, 1, device)
     address, port = listener.getsockname()

@@ -2,6 +2,10 @@
 
 A rank's place comes from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). Ranks meet at LONGSHIFT_STORE (host:port, set by
 `longshift train` for workers that it starts, loopback only) or, under torchrun, Slurm or Kubernetes, at MASTER_ADDR and MASTER_PORT.
+
+[Note: ranks of a GPU] A GPU has one rank, unless LONGSHIFT_RANKS_PER_GPU says that it may have more: to try NCCL's code on one card, not
+to train. NCCL refuses two ranks on one GPU of one host, and takes the name of the host from NCCL_HOSTID (up to 2.29; NCCL 2.30 has
+NCCL_MULTI_RANK_GPU_ENABLE beside it). So every rank gets a host of its own, and all traffic goes over sockets.
 """
 
 import ctypes
@@ -27,6 +31,9 @@ TIMEOUT = timedelta(minutes=10)
 LARGE = 32 << 20  # bytes, from which on the C library maps memory anew each time
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch reads, the second where there is no first
 ALONE_TIMEOUT = timedelta(days=7)  # for what some ranks do alone, such as the tokens of a large corpus
+RANKS_PER_GPU = "LONGSHIFT_RANKS_PER_GPU"
+# For ranks that share a GPU: no network but sockets, and few blocks of the GPU for a collective, as two ranks take turns there.
+OF_SHARED_GPUS = (("NCCL_IB_DISABLE", "1"), ("NCCL_NVLS_ENABLE", "0"), ("NCCL_MAX_CTAS", "2"))
 
 
 def launched() -> bool:
@@ -74,22 +81,45 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def ranks_per_gpu() -> int:
+    """How many ranks a GPU may have. [Note: ranks of a GPU] Raises UsageError where the environment does not say it in a number."""
+    text = os.environ.get(RANKS_PER_GPU, "1")
+    if not text.isdecimal() or int(text) == 0:
+        raise UsageError(f"{RANKS_PER_GPU} is {text!r}, and how many ranks a GPU may have is a number, from 1 on")
+    return int(text)
+
+
+def gpu_of(local: int, rank: int) -> torch.device:
+    """The GPU of the rank that has this number on its machine, the only one that it sees. Raises UsageError for a rank too many."""
+    count = torch.cuda.device_count()
+    index = local // ranks_per_gpu()
+    if index >= count > 1:
+        raise UsageError(f"rank {rank} is number {local} (from 0) on its machine, which shows it {count} GPUs")
+    return torch.device("cuda", min(index, count - 1))
+
+
 def own_device() -> torch.device:
-    """The GPU of this rank by its place on its machine, the only one that it sees, or the CPU. Raises UsageError for a rank too many."""
+    """The GPU of this rank by its place on its machine, or the CPU. Raises UsageError for a rank too many."""
     count = torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
+    rank = int(os.environ.get("RANK", "0"))
     place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
-    local = int(place) if place else int(os.environ.get("RANK", "0")) % count
-    if local >= count > 1:
-        raise UsageError(f"rank {os.environ['RANK']} is number {local} (from 0) on its machine, which shows it {count} GPUs")
-    return torch.device("cuda", min(local, count - 1))
+    return gpu_of(int(place) if place else rank % (count * ranks_per_gpu()), rank)
+
+
+def use_gpu(device: torch.device, rank: int) -> None:
+    """Have this process compute on a GPU, and NCCL know it for a host of its own where GPUs have several ranks. Before NCCL starts."""
+    torch.cuda.set_device(device)
+    if ranks_per_gpu() > 1:
+        for name, value in (("NCCL_HOSTID", f"rank{rank}"), *OF_SHARED_GPUS):
+            os.environ.setdefault(name, value)
 
 
 def check_gpus(ranks: int) -> None:
     """Raise UsageError where the machine has GPUs, but not one for each rank."""
     count = torch.cuda.device_count()
-    if 0 < count < ranks:
+    if 0 < count * ranks_per_gpu() < ranks:
         raise UsageError(
             f"{ranks} ranks need a GPU each, and this machine has {count}: name a layout of fewer ranks, or set CUDA_VISIBLE_DEVICES= to "
             "compute on the CPU"
@@ -127,7 +157,7 @@ class World:
         cuda = device.type == "cuda"
         backend = "nccl" if cuda else "gloo"
         if cuda:
-            torch.cuda.set_device(device)
+            use_gpu(device, rank)
         timeout = timedelta(seconds=timeout_s)
         try:
             store = launchers_store(TIMEOUT)

@@ -141,19 +141,26 @@ def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead
 
 def _room(world: World) -> tuple[int, int]:
     """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
-    what it allows; collective."""
-    settle(world.device)
+    what it allows, and ranks of one GPU its memory; collective."""
+    device = world.device
+    settle(device)
     gc.collect()  # what a trial or a stage before this one had: its player and its table refer to each other
-    if world.device.type != "cpu":
-        torch.cuda.synchronize(world.device)
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(world.device)
-        return total, total - free
+        sharing = _ranks_with(f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}", world)
+        # All have settled: what is not free is theirs, in equal parts.
+        free, total = torch.cuda.mem_get_info(device)
+        return total // sharing, (total - free) // sharing
     control_groups = CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ""
-    identity = f"{socket.gethostname()} {control_groups}"
-    sharing = world.gather_text(identity).count(identity)
+    sharing = _ranks_with(f"{socket.gethostname()} {control_groups}", world)
     room = min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node)
     return room, psutil.Process().memory_info().rss
+
+
+def _ranks_with(identity: str, world: World) -> int:
+    """How many ranks say the same of what they compute on; collective."""
+    return world.gather_text(identity).count(identity)
 
 
 def settle(device: torch.device) -> None:
