@@ -893,6 +893,30 @@ def group_of_short_documents_skipped(patch: Patch) -> None:
     patch.setattr(Player, "groups", lambda self, lengths: tuple(g for g in groups_of(self, lengths) if g.lo) or groups_of(self, lengths))
 
 
+# ---- streams, which show in a model of CUDA alone (`test_collective_streams`)
+
+
+def memory_of_collectives_not_kept(patch: Patch) -> None:
+    """What a collective reads and writes is given back when nothing else needs it, ended or not."""
+    begin = Pending.__init__
+    patch.setattr(Pending, "__init__", lambda self, works=(), keep=(), finish=None: begin(self, works, (), finish))
+
+
+def exchange_read_before_it_ends(patch: Patch) -> None:
+    """A switch takes what it is sent without a wait for it."""
+    take_in = Transfer.take_in
+
+    def wrong(self: Transfer, number: int) -> None:
+        if self.arriving is not None:
+            self.arriving = Pending(keep=self.arriving[0].keep), self.arriving[1]
+        take_in(self, number)
+
+    patch.setattr(Transfer, "take_in", wrong)
+
+
+STREAM_MUTANTS = (memory_of_collectives_not_kept, exchange_read_before_it_ends)
+
+
 @dataclass(frozen=True)
 class Case:
     """A mutant under some layouts. `at_least`: the difference it makes in `steps` steps, well below what it was measured to be."""

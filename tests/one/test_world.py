@@ -50,7 +50,7 @@ def test_ranks_share_a_gpu_where_the_environment_asks_for_it(monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    with pytest.raises(UsageError, match="^4 ranks need a GPU each, and this machine has 2"):
+    with pytest.raises(UsageError, match=r"^4 ranks need a GPU each, and this machine has 2"):
         check_gpus(4)
     use_gpu(torch.device("cuda", 1), 3)
     assert "NCCL_HOSTID" not in os.environ
@@ -67,7 +67,7 @@ def test_ranks_share_a_gpu_where_the_environment_asks_for_it(monkeypatch):
     assert [os.environ[name] for name in ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_MAX_CTAS")] == ["rank3", "1", "8"]
     for text in ("0", "two", "-1", ""):
         monkeypatch.setenv(RANKS_PER_GPU, text)
-        with pytest.raises(UsageError, match=f"^LONGSHIFT_RANKS_PER_GPU is '{text}', and how many"):
+        with pytest.raises(UsageError, match=rf"^LONGSHIFT_RANKS_PER_GPU is '{text}', and how many"):
             check_gpus(1)
 
 

@@ -61,7 +61,8 @@ def targets() -> list[Target]:
 
     entries = Counter(case.mutant for case in mutants.CASES)
     ways_to_stream = {"disk", "host", "kv-offload", "fpdt"}
-    return [
+    of_streams = [Target(f"{mutant.__name__} streams", mutant.__name__, "", (), False) for mutant in mutants.STREAM_MUTANTS]
+    return of_streams + [
         Target(
             name=f"{case.mutant.__name__} {case.family} {case.layouts[0]}",
             mutant=case.mutant.__name__,
