@@ -35,7 +35,7 @@ from first_day import write
 from torch.cuda import nccl
 from trial import Later, Trial
 
-from longshift.dist.fork import SpawnedWorld
+from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.dist.world import RANKS_PER_GPU
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import LongshiftError
@@ -63,7 +63,7 @@ ENDS = {
 ALONE = "one process"
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "send_both_ways", "uneven_exchanges", "two_groups")
 TRIAL = Trial(
-    ModelSpec("llama", 61, 64, 4, 4, 2, 16, 96, 128, rope=Rope()),
+    ModelSpec("llama", 61, 64, 4, 4, 2, 16, 96, 128, rope=Rope(), init_std=0.05),
     lengths=((40, 21, 5, 7, 3), (53, 6, 30, 2)),
     precision="float32",
     capacity=61,
@@ -134,9 +134,10 @@ class Played:
 class Worlds:
     """Ranks on this machine, of several sizes beside each other. A context manager. Mutable: the ranks that there are, by their number."""
 
-    def __init__(self, device: str, place: Path):
-        self.device, self.place = device, place
-        self._worlds: dict[int, SpawnedWorld] = {}
+    def __init__(self, start: Callable[[int], ForkedWorld], place: Path):
+        """`start`: ranks of this number; `place`: a folder for what they write."""
+        self.start, self.place = start, place
+        self._worlds: dict[int, ForkedWorld] = {}
 
     def __enter__(self) -> "Worlds":
         return self
@@ -153,7 +154,7 @@ class Worlds:
         try:
             world = self._worlds.pop(size, None)
             if world is None:
-                world = SpawnedWorld(size, self.device)
+                world = self.start(size)
                 world.call("nccl_ranks:join", deadline_s)
             left_s = until_s - time.monotonic()
             watch = {"stacks": str(self.place), "stack_s": max(1.0, left_s - STACK_S)}
@@ -316,7 +317,8 @@ def main() -> int:
         report["ranks_per_gpu"] = int(os.environ[RANKS_PER_GPU])
     begin_s = time.monotonic()
     played = Played(options.out, {**report, "rows": []}, begin_s + options.limit, options.deadline)
-    with tempfile.TemporaryDirectory() as folder, Worlds("cuda" if gpus else "cpu", Path(folder)) as worlds:
+    start = partial(SpawnedWorld, device="cuda") if gpus else ForkedWorld
+    with tempfile.TemporaryDirectory() as folder, Worlds(start, Path(folder)) as worlds:
         layouts = LayoutRows(worlds, Path(folder))
         parts = {
             "collectives": [({"row": kind}, partial(collective_row, worlds, kind)) for kind in COLLECTIVES],
