@@ -502,7 +502,7 @@ def one_by_one_backward(grad, q, k, v, out, lse, ends: Tensor, lengths: tuple[in
     for run in runs:
         given = [t[run] for t in (grad, q, k, v, out, lse)]
         if window is not None and len(given[0]) > window:
-            found.append([g.to(q.dtype) for g in attention_module._windowed_backward(tuple(given), window, Attention(FLASH, scale))])
+            found.append([g.to(q.dtype) for g in attention_module._windowed_backward(*given, window, Attention(FLASH, scale))])
         else:
             found.append(flash_backward(*given, True, scale))
     return [torch.cat(parts) for parts in zip(*found)]

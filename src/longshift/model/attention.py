@@ -8,7 +8,6 @@ Letters: T query tokens, S key tokens, N query heads, K key/value heads, H head 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ class Attention:
 
     def packed(self, lengths: Sequence[int], window: int | None) -> Packed | None:
         """What computes these documents in one call, where the kernel has it."""
-        found = self.kernel.packed
-        return found if found and found.takes(lengths, window) else None
+        packed = self.kernel.packed
+        return packed if packed and packed.takes(lengths, window) else None
 
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
         """Lengths of the documents that are computed together, in their order. A packed kernel takes all of a pack that has a window.
@@ -88,24 +87,24 @@ class Attention:
     ) -> None:
         """Add the gradients (dq, dk, dv) of a piece to `totals`, in place and in at least float32. `out` and `lse` may be those of a
         larger attention that the piece is a part of."""
-        given = grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN
         kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
         if kernel.add and mask != "later":
-            kernel.add(*totals, *given, mask == "causal", self.scale)
+            dq, dk, dv = totals
+            kernel.add(dq, dk, dv, grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, mask == "causal", self.scale)
         else:
-            add_up(totals, self.backward(*given, mask))
+            add_up(totals, self.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, mask))
 
     def backward(
         self, grad_TNH: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, out_TNH: Tensor, lse_TN: Tensor, mask: Mask
     ) -> Sequence[Tensor]:
-        """Gradients (dq, dk, dv) of a piece, as in `add`. [Note: later keys] Taken in the opposite order, keys from a query's own number on
-        are keys up to it."""
-        given = grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN
+        """Gradients (dq, dk, dv) of a piece, as in `add`."""
         kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
-        if mask == "later":
-            flipped: Any = (t.flip(0) for t in given)
-            return [t.flip(0) for t in kernel.backward(*flipped, True, self.scale)]
-        return kernel.backward(*given, mask == "causal", self.scale)
+        if mask != "later":
+            return kernel.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, mask == "causal", self.scale)
+
+        # [Note: later keys] Taken in the opposite order, keys from a query's own number on are keys up to it.
+        grad, q, k, v, out, lse = (t.flip(0) for t in (grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN))
+        return [t.flip(0) for t in kernel.backward(grad, q, k, v, out, lse, True, self.scale)]
 
 
 class PackedAttention(torch.autograd.Function):
@@ -120,102 +119,122 @@ class PackedAttention(torch.autograd.Function):
             ends = ends_of(lengths, q.device)
         out, lse = attention.whole(lambda: _forward(q, k, v, lengths, window, attention, ends))
         ctx.save_for_backward(q, k, v, *(() if attention.again else (out, lse)))
-        ctx.lengths, ctx.window, ctx.attention, ctx.ends = lengths, window, attention, ends
+        ctx.lengths = lengths
+        ctx.window = window
+        ctx.attention = attention
+        ctx.ends = ends
         return out
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, *made = ctx.saved_tensors
-        every = _calls(ctx.lengths, ctx.window, ctx.attention, ctx.ends)
-        if len(every) == 1 and (every[0].ends is not None or not banded(ctx.lengths, ctx.window)):
-            result = made or _forward(q, k, v, ctx.lengths, ctx.window, ctx.attention, ctx.ends)
-            return *_backward((grad, q, k, v, *result), every[0], ctx.window, ctx.attention), None, None, None, None
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for call, run in zip(every, _runs([call.tokens for call in every], *grads, grad, q, k, v, *made)):
-            result = run[7:] or _forward(run[4], run[5], run[6], call.lengths, ctx.window, ctx.attention, call.ends)
-            found = _backward((*run[3:7], *result), call, ctx.window, ctx.attention)
-            copy_each(run[:3], found)
-            del found, result
-        return *grads, None, None, None, None
+        q, k, v, *results = ctx.saved_tensors
+        window = ctx.window
+        attention = ctx.attention
+        calls = _calls(ctx.lengths, window, attention, ctx.ends)
+
+        # 1. Gradients of a single call are returned as the kernel makes them, without a copy.
+        if len(calls) == 1 and (calls[0].ends is not None or not banded(ctx.lengths, window)):
+            out, lse = results or _forward(q, k, v, ctx.lengths, window, attention, ctx.ends)
+            return *_backward(grad, q, k, v, out, lse, calls[0], window, attention), None, None, None, None
+
+        # 2. Those of several calls are copied to their rows, call by call.
+        totals = [torch.empty_like(t) for t in (q, k, v)]
+        for call in calls:
+            call_grad, call_q, call_k, call_v = (t[call.rows] for t in (grad, q, k, v))
+            if results:
+                out, lse = (t[call.rows] for t in results)
+            else:
+                out, lse = _forward(call_q, call_k, call_v, call.lengths, window, attention, call.ends)
+            call_grads = _backward(call_grad, call_q, call_k, call_v, out, lse, call, window, attention)
+            copy_each([total[call.rows] for total in totals], call_grads)
+            del call_grads, out, lse  # freed before the next call allocates its own
+        return *totals, None, None, None, None
 
 
 @dataclass(frozen=True)
 class Call:
-    """Lengths of documents that are computed together, and their `ends` where one call of a packed kernel does that."""
+    """Lengths of documents that are computed together, the rows of their tokens in the pack, and their `ends` where one call of a packed
+    kernel does that."""
 
     lengths: tuple[int, ...]
+    rows: slice
     ends: Tensor | None
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
 
 def _calls(lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None) -> list[Call]:
-    found, first = [], 0
-    for call in attention.calls(lengths, window):
-        last, own = first + len(call), None
-        if attention.packed(call, window):
+    """The calls of a pack. `ends`: of all its documents."""
+    calls = []
+    document = 0
+    token = 0
+    for call_lengths in attention.calls(lengths, window):
+        next_document = document + len(call_lengths)
+        next_token = token + sum(call_lengths)
+        call_ends = None
+        if attention.packed(call_lengths, window):
             assert ends is not None
-            own = ends if len(call) == len(lengths) else ends[first : last + 1] - ends[first]
-        found.append(Call(call, own))
-        first = last
-    return found
+            call_ends = ends if len(call_lengths) == len(lengths) else ends[document : next_document + 1] - ends[document]
+        calls.append(Call(call_lengths, slice(token, next_token), call_ends))
+        document = next_document
+        token = next_token
+    return calls
 
 
-def _backward(given: tuple[Tensor, ...], call: Call, window: int | None, attention: Attention) -> Sequence[Tensor]:
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, window: int | None, attention: Attention
+) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv); in at least float32 where a window is computed by pieces."""
     if packed := attention.packed(call.lengths, window):
-        return packed.backward(*given, call.ends, call.lengths, window, attention.scale)
+        return packed.backward(grad, q, k, v, out, lse, call.ends, call.lengths, window, attention.scale)
     if banded(call.lengths, window):
         assert window is not None
-        return _windowed_backward(given, window, attention)
-    return attention.backward(*given, mask="causal")
+        return _windowed_backward(grad, q, k, v, out, lse, window, attention)
+    return attention.backward(grad, q, k, v, out, lse, mask="causal")
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    every, packed = _calls(lengths, window, attention, ends), attention.packed(lengths, window)
-    if packed and len(every) == 1:
-        return packed.forward(q, k, v, every[0].ends, lengths, window, attention.scale)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
-    for call, run in zip(every, _runs([call.tokens for call in every], out, lse, q, k, v)):
+    """Output, in the format of q, and log-sum-exp of a pack."""
+    calls = _calls(lengths, window, attention, ends)
+    packed = attention.packed(lengths, window)
+    if packed and len(calls) == 1:
+        return packed.forward(q, k, v, calls[0].ends, lengths, window, attention.scale)
+
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=sum_dtype)
+    for call in calls:
+        call_q, call_k, call_v, call_out, call_lse = (t[call.rows] for t in (q, k, v, out, lse))
         if packed and call.ends is not None:
-            copy_each(run[:2], packed.forward(*run[2:], call.ends, call.lengths, window, attention.scale))
-            continue
-        length = call.tokens
-        if window is None or length <= window:
-            attention.fold(*run, mask="causal", first=True)
-            continue
-        run_out, run_lse, *given = run
-        sums = run_out.to(wide, copy=True) if run_out.dtype != wide else run_out
-        for queries, keys, mask in _pieces(length, window):
-            attention.fold(sums[queries], run_lse[queries], given[0][queries], given[1][keys], given[2][keys], mask, mask == "causal")
-        if sums is not run_out:
-            run_out.copy_(sums)
+            # Without a name for the results, which would keep them while the next call allocates its own.
+            copy_each((call_out, call_lse), packed.forward(call_q, call_k, call_v, call.ends, call.lengths, window, attention.scale))
+        elif window is None or len(call_q) <= window:
+            attention.fold(call_out, call_lse, call_q, call_k, call_v, mask="causal", first=True)
+        else:
+            # Several pieces add to the same rows, so they are summed in at least float32.
+            sums = call_out.to(sum_dtype)
+            for queries, keys, mask in _pieces(len(call_q), window):
+                attention.fold(sums[queries], call_lse[queries], call_q[queries], call_k[keys], call_v[keys], mask, first=mask == "causal")
+            if sums is not call_out:
+                call_out.copy_(sums)
     return out, lse
 
 
-def _windowed_backward(given: tuple[Tensor, ...], window: int, attention: Attention) -> Sequence[Tensor]:
+def _windowed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, attention: Attention
+) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv) of a run longer than its window, in at least float32."""
-    grad, q, k, v, out, lse = given
-    totals = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v)]
+    dq, dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
     for queries, keys, mask in _pieces(len(q), window):
-        sums = totals[0][queries], totals[1][keys], totals[2][keys]
-        attention.add(sums, grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], mask)
-    return totals
+        totals = dq[queries], dk[keys], dv[keys]
+        attention.add(totals, grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], mask)
+    return dq, dk, dv
 
 
 def _pieces(length: int, window: int) -> Iterator[tuple[slice, slice, Mask]]:
     """Of one run."""
-    return ((slice(*queries), slice(*keys), mask) for queries, keys, mask in pieces((0, length), (0, length), window))
-
-
-def _runs(lengths: Sequence[int], *tensors: Tensor) -> Any:
-    """The tensors' pieces of each run."""
-    return zip(*(t.split(lengths) for t in tensors))
+    for queries, keys, mask in pieces((0, length), (0, length), window):
+        yield slice(queries[0], queries[1]), slice(keys[0], keys[1]), mask
 
 
 def match_heads(k: Tensor, v: Tensor, queries: range, keys: range, group: int) -> tuple[Tensor, Tensor]:
@@ -223,6 +242,7 @@ def match_heads(k: Tensor, v: Tensor, queries: range, keys: range, group: int) -
     numbers; `group` query heads share one): the kernels assume that they do."""
     if matched_heads(queries, keys, group) == len(keys):
         return k, v
+    # A head at a time: an index would be copied to the device.
     owner = [head // group - keys.start for head in queries]
-    k, v = (torch.cat([t[:, head : head + 1] for head in owner], 1) for t in (k, v))  # an index would be copied to the device
+    k, v = (torch.cat([t[:, head : head + 1] for head in owner], dim=1) for t in (k, v))
     return k, v

@@ -19,7 +19,9 @@ from longshift.model.packed import ends_of
 HEADS = Heads(8, 2, 64)
 TOKENS = 256
 TIMED_TOKENS = 4096
-PACK, BAND = (60, 1, 130, 65), 48  # of a packed kernel that is tried: lengths of documents, and a window
+# What a packed kernel is tried with: lengths of documents, and a window.
+PACK = (60, 1, 130, 65)
+BAND = 48
 WRONG = 0.05  # a relative error above this is no rounding
 SECONDS = 0.05  # of timing, a kernel and direction
 LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)  # it plans anew for every shape, in a tenth of a second
@@ -28,21 +30,29 @@ LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)  # it plans anew for every shape, 
 def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
     """Run a kernel on small inputs, of one that is cut the `whole` one, against its definition in float64. `name` of the dtype."""
     kernel = kernel.whole or kernel
-    grad, q, k, v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
-    own, scale = (grad, q, k[:TOKENS], v[:TOKENS]), heads.width**-0.5
-    exact = grad.double(), q.double(), k[:TOKENS].double(), v[:TOKENS].double()
-    whole = reference(exact[1], k.double(), v.double(), False, scale)
-    diagonal = reference(*exact[1:], True, scale)
+    scale = heads.width**-0.5
+
+    # 1. By definition: the attention of some queries to their own keys, and a larger one that these keys are a part of.
+    grad, q, all_k, all_v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
+    k = all_k[:TOKENS]
+    v = all_v[:TOKENS]
+    exact_grad, exact_q, exact_k, exact_v = (t.double() for t in (grad, q, k, v))
+    exact_out, exact_lse = reference(exact_q, exact_k, exact_v, True, scale)
+    large_out, large_lse = reference(exact_q, all_k.double(), all_v.double(), False, scale)
+
+    # 2. By the kernel: the first, and the share of these keys in the gradients of the second.
     try:
-        out, lse = kernel.forward(*own[1:], True, scale)
-        forward_error = _error([out], [diagonal[0]])
-        has_lse = lse.shape == diagonal[1].shape and _error([lse], [diagonal[1]]) < WRONG
-        found = kernel.backward(*own, out, lse, True, scale)
-        backward_error = _error(found, reference_backward(*exact, *diagonal, True, scale))
+        out, lse = kernel.forward(q, k, v, True, scale)
+        forward_error = _error([out], [exact_out])
+        has_lse = lse.shape == exact_lse.shape and _error([lse], [exact_lse]) < WRONG
+        grads = kernel.backward(grad, q, k, v, out, lse, True, scale)
+        exact_grads = reference_backward(exact_grad, exact_q, exact_k, exact_v, exact_out, exact_lse, True, scale)
+        backward_error = _error(grads, exact_grads)
         global_lse = False
         if has_lse:
-            found = kernel.backward(*own, whole[0].to(dtype), whole[1].to(lse.dtype), False, scale)
-            global_lse = _error(found, reference_backward(*exact, *whole, False, scale)) < WRONG
+            grads = kernel.backward(grad, q, k, v, large_out.to(dtype), large_lse.to(lse.dtype), False, scale)
+            exact_grads = reference_backward(exact_grad, exact_q, exact_k, exact_v, large_out, large_lse, False, scale)
+            global_lse = _error(grads, exact_grads) < WRONG
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as fault:
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         return Backend(kernel.name, name, why_not=reason.split(". ")[0].rstrip("."))
@@ -64,50 +74,55 @@ def choose(
     every number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can be used on all."""
     # 1. What this rank can use, and how fast it is.
     verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
-    most = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
-    refusals = [_refusal(kernel, verdict, most, device) for kernel, verdict in zip(candidates, verdicts)]
-    timed = len(candidates) > 1 and not asked()
-    rank_seconds = [float("inf") if refusal else float(number) for number, refusal in enumerate(refusals)]
-    if timed:
-        rank_seconds = [float("inf") if no else _seconds(kernel, heads, dtype, device) for kernel, no in zip(candidates, refusals)]
+    max_errors = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
+    refusals = [_refusal(kernel, verdict, max_errors, device) for kernel, verdict in zip(candidates, verdicts)]
+    is_timed = len(candidates) > 1 and not asked()
+    rank_seconds = []
+    for number, kernel in enumerate(candidates):
+        if refusals[number]:
+            rank_seconds.append(float("inf"))
+        else:
+            rank_seconds.append(_seconds(kernel, heads, dtype, device) if is_timed else float(number))
     packed_forms = [_packed_form(kernel, heads, dtype, device) for kernel in candidates]
 
-    # 2. What all ranks can use, and how fast the slowest is.
-    given = torch.tensor([rank_seconds, [-form for form in packed_forms]], dtype=torch.float64, device=device)
-    seconds, packed_forms = slowest(given).tolist()
-    for number, kernel_seconds in enumerate(seconds):
-        if kernel_seconds == float("inf") and not refusals[number]:
-            fails_here = rank_seconds[number] == kernel_seconds
-            refusals[number] = f"fails at {TIMED_TOKENS} tokens" if fails_here else "not on every rank"
-    told = ", ".join(
-        f"{k.name} {no or (f'{s * 1e3:.3g} ms' if timed else 'can be used')}" for k, s, no in zip(candidates, seconds, refusals)
-    )
+    # 2. What all ranks can use, and how fast the slowest is. The largest of negative forms is that of the rank which can use least.
+    rank_rows = torch.tensor([rank_seconds, [-form for form in packed_forms]], dtype=torch.float64, device=device)
+    seconds, negative_forms = slowest(rank_rows).tolist()
+    verdict_texts = []
+    for number, kernel in enumerate(candidates):
+        if seconds[number] == float("inf") and not refusals[number]:
+            fails_on_rank = rank_seconds[number] == seconds[number]
+            refusals[number] = f"fails at {TIMED_TOKENS} tokens" if fails_on_rank else "not on every rank"
+        success = f"{seconds[number] * 1e3:.3g} ms" if is_timed else "can be used"
+        verdict_texts.append(f"{kernel.name} {refusals[number] or success}")
+    comparison = ", ".join(verdict_texts)
     if all(refusals):
         raise UsageError(
             f"no attention kernel can be used for {heads.query} heads of {heads.width} in {str(dtype).removeprefix('torch.')} on "
-            f"{device.type}: {told}; another train.precision or device may have one"
+            f"{device.type}: {comparison}; another train.precision or device may have one"
         )
 
     # 3. The fastest.
-    if timed:
-        why = f"{TIMED_TOKENS} queries and keys, forward and backward: {told}"
+    if is_timed:
+        reason = f"{TIMED_TOKENS} queries and keys, forward and backward: {comparison}"
     else:
-        why = "the only one here" if len(candidates) == 1 else f"the first that is deterministic: {told}"
+        reason = "the only one here" if len(candidates) == 1 else f"the first that is deterministic: {comparison}"
     best = seconds.index(min(seconds))
-    chosen, packed_form = candidates[best], -packed_forms[best]
-    if chosen.packed is None:
-        return chosen, why
+    kernel = candidates[best]
+    packed_form = -negative_forms[best]
+    if kernel.packed is None:
+        return kernel, reason
     if packed_form == 0:
-        return replace(chosen, packed=None), f"{why}; its packed form cannot be used: a call for each document"
-    return replace(chosen, packed=replace(chosen.packed, windows=packed_form == 2)), why
+        return replace(kernel, packed=None), f"{reason}; its packed form cannot be used: a call for each document"
+    return replace(kernel, packed=replace(kernel.packed, windows=packed_form == 2)), reason
 
 
-def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: torch.device) -> str:
-    """Why a kernel is not used: it does not run, is not legal for pieces, has errors above `most`, or is not deterministic where that is
-    asked. Empty where it can be."""
+def _refusal(kernel: Kernel, verdict: Backend, max_errors: Sequence[float], device: torch.device) -> str:
+    """Why a kernel is not used: it does not run, is not legal for pieces, has errors above `max_errors`, or is not deterministic where that
+    is asked. Empty where it can be."""
     if verdict.why_not:
         return verdict.why_not
-    if not verdict.legal or any(error > limit for error, limit in zip(_errors(verdict), most)):
+    if not verdict.legal or any(error > limit for error, limit in zip(_errors(verdict), max_errors)):
         return "not for pieces, or not exact enough"
     if asked() and not kernel.deterministic(device):
         return "not deterministic"
@@ -117,29 +132,32 @@ def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: to
 def _packed_form(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> int:
     """Whether a kernel has a packed form that can be used, 1 or 0; 2 where it takes windows too. Some documents against their definition,
     one by one; with a window, its own over documents that a window does not reach beyond."""
-    given = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
-    if kernel.packed is None or not _right(kernel, given, PACK, None):
+    if kernel.packed is None:
         return 0
-    return 2 if _right(kernel, given, PACK, BAND) else 1
+    inputs = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
+    if not _is_right(kernel.packed, inputs, PACK, None):
+        return 0
+    return 2 if _is_right(kernel.packed, inputs, PACK, BAND) else 1
 
 
-def _right(kernel: Kernel, given: Sequence[Tensor], lengths: Sequence[int], window: int | None) -> bool:
-    """Whether the packed form is right on these documents."""
-    assert kernel.packed
-    grad, q, k, v = given
-    scale, ends = q.shape[-1] ** -0.5, ends_of(lengths, q.device)
-    exact = [_one([x.double() for x in run], scale, window) for run in zip(*(x.split(list(lengths)) for x in given))]
+def _is_right(packed_kernel: packed.Packed, inputs: Sequence[Tensor], lengths: Sequence[int], window: int | None) -> bool:
+    """Whether a kernel gives what the definition says on these documents. `inputs`: gradient, q, k and v."""
+    grad, q, k, v = inputs
+    scale = q.shape[-1] ** -0.5
+    exact = []
+    for document in zip(*(t.double().split(list(lengths)) for t in inputs)):
+        exact.append(_reference_results(*document, scale, window))
+    ends = ends_of(lengths, q.device)
     try:
-        out, lse = kernel.packed.forward(q, k, v, ends, lengths, window, scale)
-        found = out, lse, *kernel.packed.backward(grad, q, k, v, out, lse, ends, lengths, window, scale)
+        out, lse = packed_kernel.forward(q, k, v, ends, lengths, window, scale)
+        grads = packed_kernel.backward(grad, q, k, v, out, lse, ends, lengths, window, scale)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
         return False
-    return _error(found, [torch.cat(parts) for parts in zip(*exact)]) < WRONG
+    return _error([out, lse, *grads], [torch.cat(parts) for parts in zip(*exact)]) < WRONG
 
 
-def _one(document: Sequence[Tensor], scale: float, window: int | None) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of one document, of which are given gradient, q, k and v."""
-    grad, q, k, v = document
+def _reference_results(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and gradients of a document."""
     out, lse = reference(q, k, v, True, scale, window=window)
     return out, lse, *reference_backward(grad, q, k, v, out, lse, True, scale, window=window)
 
@@ -149,9 +167,10 @@ def _seconds(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.dev
     grad, q, k, v = _inputs(TIMED_TOKENS, TIMED_TOKENS, heads, dtype, device)
     scale = heads.width**-0.5
     try:
-        there = partial(kernel.forward, q, k, v, False, scale)
-        back = gradients(kernel, grad, q, k, v, False, scale)
-        return sum(Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=SECONDS).median for run in (there, back))
+        forward = partial(kernel.forward, q, k, v, False, scale)
+        backward = gradients(kernel, grad, q, k, v, False, scale)
+        timers = [Timer("run()", globals={"run": run}) for run in (forward, backward)]
+        return sum(timer.blocked_autorange(min_run_time=SECONDS).median for timer in timers)
     except RuntimeError:
         return float("inf")
 
@@ -168,9 +187,9 @@ def _errors(verdict: Backend) -> list[float]:
     return [float("inf") if error is None else error for error in (verdict.forward_error, verdict.backward_error)]
 
 
-def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Largest relative difference; infinite where it is not a number."""
-    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected)]
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, expected)]
     return max(error if error == error else float("inf") for error in errors)
 
 
@@ -178,7 +197,9 @@ def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """What a run chooses from. On a CPU nothing, for the same bits in every run: where vectors multiply bf16, large pieces by tiles are 1.4
     times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they."""
     if device.type != "cpu":
-        whole = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None
-        return tuple(replace(kernel, packed=whole) for kernel in (FLASH, LONG_BY_CUDNN))
-    able = getattr(torch.cpu, "get_capabilities", dict)()
-    return (BY_SIZE if dtype == torch.bfloat16 and able.get("avx512_bf16") and not able.get("amx_bf16") else FLASH,)
+        packed_flash = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None
+        return tuple(replace(kernel, packed=packed_flash) for kernel in (FLASH, LONG_BY_CUDNN))
+    features = getattr(torch.cpu, "get_capabilities", dict)()
+    if dtype == torch.bfloat16 and features.get("avx512_bf16") and not features.get("amx_bf16"):
+        return (BY_SIZE,)
+    return (FLASH,)

@@ -17,15 +17,18 @@ from longshift.model.functions import Elementwise
 
 def compiled(device: torch.device) -> Elementwise:
     """Kernels for tensors of this device. Raises UsageError where torch finds no compiler."""
-    both = torch.ones(2, 2, device=device)
-    functions = (_normed, 1), (_normed_grad, 3), (_gated, 2), (_gated_grad, 3), (_turned, 3), (_weights, 3), (_weights_grad, 5)
-    found = Elementwise(*(compiled_for(function, tokens, fullgraph=True) for function, tokens in functions))
+    num_token_arguments = {_normed: 1, _normed_grad: 3, _gated: 2, _gated_grad: 3, _turned: 3, _weights: 3, _weights_grad: 5}
+    kernels = Elementwise(*(compiled_for(function, count, fullgraph=True) for function, count in num_token_arguments.items()))
+
+    # torch compiles at the first call, so a missing compiler is not known before.
     try:
-        found.gated(both, both, "silu")
+        x = torch.ones(2, 2, device=device)
+        kernels.gated(x, x, "silu")
     except Exception as fault:
-        told = f"train.compile: torch cannot compile on this machine: {why(fault)}; install a C++ compiler, or leave it out"
-        raise UsageError(told) from fault
-    return found
+        raise UsageError(
+            f"train.compile: torch cannot compile on this machine: {why(fault)}; install a C++ compiler, or leave it out"
+        ) from fault
+    return kernels
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -38,7 +41,9 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _normed_grad(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
-    g, x_, w = _wide(grad), _wide(x), _wide(weight)
+    g = _wide(grad)
+    x_ = _wide(x)
+    w = _wide(weight)
     dw = (g * x_ * rstd).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype) if learns else None
     dx = rstd * (g * w - x_ * rstd.square() * (g * w * x_).mean(-1, keepdim=True))
     return dx.to(grad.dtype), dw
@@ -50,11 +55,15 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _gated_grad(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    g, x = _wide(grad), _wide(gate)
+    g = _wide(grad)
+    x = _wide(gate)
+    d_act = g * _wide(up)
     if activation == "gelu_tanh":
-        d_gate, act = torch.ops.aten.gelu_backward(g * _wide(up), x, approximate="tanh"), F.gelu(x, approximate="tanh")
+        act = F.gelu(x, approximate="tanh")
+        d_gate = torch.ops.aten.gelu_backward(d_act, x, approximate="tanh")
     else:
-        d_gate, act = torch.ops.aten.silu_backward(g * _wide(up), x), F.silu(x)
+        act = F.silu(x)
+        d_gate = torch.ops.aten.silu_backward(d_act, x)
     return d_gate.to(gate.dtype), (act * g).to(up.dtype)
 
 
@@ -63,15 +72,15 @@ def _weights(logits: Tensor, highest: Tensor, column: Tensor) -> tuple[Tensor, T
     return logits, total, _wide(logits.gather(-1, column).squeeze(-1)) - highest
 
 
-def _weights_grad(logits: Tensor, highest: Tensor, share: Tensor, column: Tensor, less: Tensor, dtype: torch.dtype) -> Tensor:
-    weight = (_wide(logits) - highest.unsqueeze(-1)).exp() * share.unsqueeze(-1)
-    at = torch.arange(logits.shape[-1], device=logits.device) == column
-    return (weight - torch.where(at, less.unsqueeze(-1), 0.0)).to(dtype)
+def _weights_grad(logits: Tensor, highest: Tensor, factor: Tensor, column: Tensor, deduction: Tensor, dtype: torch.dtype) -> Tensor:
+    weights = (_wide(logits) - highest.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
+    is_column = torch.arange(logits.shape[-1], device=logits.device) == column
+    return (weights - torch.where(is_column, deduction.unsqueeze(-1), 0.0)).to(dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     width = cos.shape[-1]
-    turning = x[..., :width]
-    first, second = turning.chunk(2, -1)
-    turned = turning * cos + torch.cat((-second, first), -1) * (sin * way)
-    return torch.cat((turned, x[..., width:]), -1) if width < x.shape[-1] else turned
+    x_R = x[..., :width]
+    x1, x2 = x_R.chunk(2, -1)
+    y_R = x_R * cos + torch.cat((-x2, x1), -1) * (sin * direction)
+    return torch.cat((y_R, x[..., width:]), -1) if width < x.shape[-1] else y_R

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-MOST = 64  # kernels of a function, by width, strides and activation
+MAX_KERNELS = 64  # of a function, by width, strides and activation
 
 
 def why(fault: Exception) -> str:
@@ -13,21 +13,21 @@ def why(fault: Exception) -> str:
     return next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
 
 
-def compiled_for(function: Callable, tokens: int, **how: Any) -> Any:
-    """`function`, compiled: the first dim of its first `tokens` arguments may have any size, and others are what they are. `how`: as of
-    torch.compile.
+def compiled_for(function: Callable, num_token_arguments: int, **options: Any) -> Any:
+    """`function`, compiled: the first dim of its first `num_token_arguments` arguments may have any size, and others are what they are.
+    `options`: of torch.compile.
 
     torch keeps its settings by thread, and a backward on a GPU has a thread of its own: they are made in each call. In a pool of processes,
     which torch would start, some would outlive a rank that is killed.
     """
-    made = torch.compile(function, **how)
+    kernel = torch.compile(function, **options)
 
     def call(*arguments: Any) -> Any:
         torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]
-        if torch._dynamo.config.recompile_limit < MOST:
-            torch._dynamo.config.recompile_limit = MOST
-        for tensor in arguments[:tokens]:
+        if torch._dynamo.config.recompile_limit < MAX_KERNELS:
+            torch._dynamo.config.recompile_limit = MAX_KERNELS
+        for tensor in arguments[:num_token_arguments]:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return made(*arguments)
+        return kernel(*arguments)
 
     return call

@@ -35,7 +35,8 @@ class Multiples:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if self.fits(q, k):
             return self.kernel.forward(q, k, v, causal, scale)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         self.fold(out, lse, q, k, v, causal, scale, first=True)
         return out, lse
 
@@ -74,9 +75,9 @@ class Multiples:
         """As `model.attention.Attention.add`."""
         for rows, parts in self._parts(q, k, causal):
             for keys, kernel, hides in parts:
-                found = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale)
-                add_up((dq[rows], dk[keys], dv[keys]), found)
-                del found  # the next call has its own
+                grads = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale)
+                add_up((dq[rows], dk[keys], dv[keys]), grads)
+                del grads  # freed before the next call allocates its own
 
     def fits(self, q: Tensor, k: Tensor) -> bool:
         """Whether nothing is left of either."""
@@ -85,23 +86,34 @@ class Multiples:
     def _parts(self, q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Kernel, bool]]]]:
         """Queries, and the keys that they see, by which kernel and whether it hides later ones."""
         for rows in self._split(len(q)):
-            seen = [keys for keys in self._split(len(k)) if not causal or keys.start <= rows.start]
-            yield rows, [(keys, self.kernel if self.fits(q[rows], k[keys]) else self.rest, causal and keys == rows) for keys in seen]
+            parts = []
+            for keys in self._split(len(k)):
+                if not causal or keys.start <= rows.start:
+                    kernel = self.kernel if self.fits(q[rows], k[keys]) else self.rest
+                    parts.append((keys, kernel, causal and keys == rows))
+            yield rows, parts
 
     def _split(self, tokens: int) -> list[slice]:
-        """The whole multiples, and what remains."""
-        whole = tokens - tokens % self.every
-        return [part for part in (slice(0, whole), slice(whole, tokens)) if part.start < part.stop]
+        """The multiples of `every`, and what remains."""
+        end = tokens - tokens % self.every
+        return [part for part in (slice(0, end), slice(end, tokens)) if part.start < part.stop]
 
 
-def cut(kernel: Kernel, rest: Kernel, every: int, least: int) -> Kernel:
-    """`kernel` for pieces of any length: all of those of multiples of `every` queries and keys, and most of longer ones than `least`; the
-    `rest` of those, and other pieces, go to another one."""
-
+def cut(kernel: Kernel, rest: Kernel, every: int, min_tokens: int) -> Kernel:
+    """`kernel` for pieces of any length: all of those of multiples of `every` queries and keys, and most of those with `min_tokens` or
+    more; what remains of them, and other pieces, go to `rest`."""
     parts = Multiples(kernel, rest, every)
 
     def takes(q: Tensor, k: Tensor, causal: bool) -> bool:
-        return parts.fits(q, k) or min(len(q), len(k)) >= least
+        return parts.fits(q, k) or min(len(q), len(k)) >= min_tokens
 
-    own = {"forward": parts.forward, "backward": parts.backward, "fold": parts.fold, "add": parts.add}
-    return replace(kernel, **own, rest=rest, takes=takes, whole=kernel)
+    return replace(
+        kernel,
+        forward=parts.forward,
+        backward=parts.backward,
+        fold=parts.fold,
+        add=parts.add,
+        rest=rest,
+        takes=takes,
+        whole=kernel,
+    )

@@ -62,14 +62,15 @@ class Ops:
         """`again`: of `model.attention.Attention`."""
         self.spec = spec
         self.attention = Attention(capped(spec.score_cap) if spec.score_cap else kernel, spec.score_scale, again)
-        self.heads, self.kv_heads = range(spec.heads), range(spec.kv_heads)
+        self.heads = range(spec.heads)
+        self.kv_heads = range(spec.kv_heads)
         self.vocab_first = 0
 
     def keeping(self, kept: list[Tensor] | None) -> Self:
         """The same, with `kept` of `model.attention.Attention`."""
-        found = copy(self)
-        found.attention = replace(self.attention, kept=kept)
-        return found
+        ops = copy(self)
+        ops.attention = replace(self.attention, kept=kept)
+        return ops
 
     def enter(self, x: Tensor) -> Tensor:
         """From this rank's share of the tokens to all that its weights shall see."""
@@ -116,7 +117,10 @@ class Unit(nn.Module):
 
     def __init__(self, spec: ModelSpec, unit: int, by: Elementwise, float8: bool = False):
         super().__init__()
-        self.spec, self.unit, self.by, self.float8 = spec, unit, by, float8
+        self.spec = spec
+        self.unit = unit
+        self.by = by
+        self.float8 = float8
         self.table = spec.of_unit(unit)
         self.adds: dict[str, Add] = {}  # by role: weights whose gradients go into their sum as they are formed
         for p in self.table:
@@ -129,16 +133,26 @@ class Unit(nn.Module):
     input_major = False  # whether weights of matmuls are stored [I, O]
 
     def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
-        """x W^T + b, with an adapter where the weight has one."""
-        weight, added = getattr(self, role), getattr(self, role + "_bias", None) if bias else None
-        weight = weight.mT if self.input_major else weight
+        """x W^T + b, with an adapter where the weight has one. `bias`: whether b is added, where the weight has one."""
+        weight = getattr(self, role)
+        b = getattr(self, role + "_bias", None) if bias else None
+        if self.input_major:
+            weight = weight.mT
+
+        # 1. A gradient that goes into its sum as it is formed.
         if add := self.adds.get(role):
-            of_stored: Add = (lambda dy, x: add(x, dy)) if self.input_major else add
-            return Linear.apply(x, weight.detach(), added, of_stored, self.float8)  # pyright: ignore[reportReturnType]
-        if (a := getattr(self, role + "_lora_a", None)) is None:
-            return Linear.apply(x, weight, added, None, True) if self.float8 else F.linear(x, weight, added)  # pyright: ignore
-        b = getattr(self, role + "_lora_b")
-        return Adapted.apply(x, weight, added, a, b, self.spec.lora.scale, self.float8)  # pyright: ignore
+            add_to_stored: Add = (lambda dy, x: add(x, dy)) if self.input_major else add
+            return Linear.apply(x, weight.detach(), b, add_to_stored, self.float8)  # pyright: ignore[reportReturnType]
+
+        # 2. A weight with an adapter.
+        if (lora_a := getattr(self, role + "_lora_a", None)) is not None:
+            lora_b = getattr(self, role + "_lora_b")
+            return Adapted.apply(x, weight, b, lora_a, lora_b, self.spec.lora.scale, self.float8)  # pyright: ignore
+
+        # 3. Any other.
+        if self.float8:
+            return Linear.apply(x, weight, b, None, True)  # pyright: ignore[reportReturnType]
+        return F.linear(x, weight, b)
 
     def norm_of(self, x: Tensor, role: str) -> Tensor:
         """x normalized over its last dim: the residual stream's, or a head's."""
@@ -149,7 +163,9 @@ class Unit(nn.Module):
     def norm_weight(self, role: str) -> Tensor:
         """What an RMS norm multiplies with: where it is stored less one, the sum in at least float32."""
         weight = getattr(self, role)
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0 if self.spec.norm_less_one else weight
+        if not self.spec.norm_less_one:
+            return weight
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
 
 
 class Embed(Unit):
@@ -186,7 +202,7 @@ class Block(Unit):
         return self.spec.fused_qkv
 
     def qkv(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.projected(ops.enter(self.before(x_TD, "norm1")), ops)
+        q, k, v = self.project_qkv(ops.enter(self.pre_norm(x_TD, "norm1")), ops)
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
             k = self.norm_of(k, "k_norm")
@@ -199,29 +215,31 @@ class Block(Unit):
         return ops.attend(q, k, v, micro, self.spec.window(self.unit))
 
     def out(self, x_TD: Tensor, o_TNH: Tensor, ops: Ops) -> Tensor:
-        return x_TD + self.after(self.row_linear(o_TNH.flatten(1), "o", ops), "post1")
+        return x_TD + self.post_norm(self.row_linear(o_TNH.flatten(1), "o", ops), "post1")
 
     def mlp(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        return x_TD + self.after(self.row_linear(self.hidden(ops.enter(self.before(x_TD, "norm2"))), "down", ops), "post2")
+        return x_TD + self.post_norm(self.row_linear(self.hidden(ops.enter(self.pre_norm(x_TD, "norm2"))), "down", ops), "post2")
 
-    def before(self, x_TD: Tensor, role: str) -> Tensor:
+    def pre_norm(self, x_TD: Tensor, role: str) -> Tensor:
         """What attention or MLP takes of the residual stream."""
         return x_TD if self.spec.norm_place == "after" else self.norm_of(x_TD, role)
 
-    def after(self, y_TD: Tensor, role: str) -> Tensor:
+    def post_norm(self, y_TD: Tensor, role: str) -> Tensor:
         """What is added to the residual stream of what attention or MLP gives."""
         if self.spec.norm_place != "before":
             y_TD = self.norm_of(y_TD, role)
         return scaled(y_TD, self.spec.residual_scale)
 
-    def projected(self, h: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, h: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, N, H], keys and values [T, K, H] of the normalized residual stream."""
         width = self.spec.head_width
         if self.spec.fused_qkv or self.spec.fused:
             sizes = [len(heads) * width for heads in (ops.heads, ops.kv_heads, ops.kv_heads)]
             q, k, v = self.linear(h, "fused").split(sizes, -1)
         else:
-            q, k, v = self.linear(h, "q"), self.linear(h, "k"), self.linear(h, "v")
+            q = self.linear(h, "q")
+            k = self.linear(h, "k")
+            v = self.linear(h, "v")
         if self.spec.qk_norm_whole:
             q = self.norm_of_heads(q, "q_norm", self.spec.heads, ops)
             k = self.norm_of_heads(k, "k_norm", self.spec.kv_heads, ops)
@@ -230,14 +248,16 @@ class Block(Unit):
     def hidden(self, h: Tensor) -> Tensor:
         """The activations [T, F] that `down` takes."""
         if self.spec.fused:
-            both = self.linear(h, "gate_up")
-            return self.gated(*both.split([both.shape[-1] // 2] * 2, -1))
-        return self.gated(self.linear(h, "gate"), self.linear(h, "up")) if self.spec.gated else self.activation(self.linear(h, "up"))
+            return self.gated(*self.linear(h, "gate_up").chunk(2, -1))
+        if self.spec.gated:
+            return self.gated(self.linear(h, "gate"), self.linear(h, "up"))
+        return self.activation(self.linear(h, "up"))
 
     def row_linear(self, x: Tensor, role: str, ops: Ops) -> Tensor:
         """As `linear`, for a weight whose input dim may be sliced over ranks: summed by `leave`, the bias added once, after it."""
-        total, bias = ops.leave(self.linear(x, role, bias=False)), getattr(self, role + "_bias", None)
-        return total if bias is None else total + bias
+        y = ops.leave(self.linear(x, role, bias=False))
+        bias = getattr(self, role + "_bias", None)
+        return y if bias is None else y + bias
 
     def attention_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
         return self.out(x_TD, self.attend(*self.qkv(x_TD, micro, ops), micro, ops), ops)
@@ -253,7 +273,8 @@ class Block(Unit):
     def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
         rope = self.spec.rope_of(self.unit)
         assert rope is not None
-        return Rotate.apply(x_TNH, *micro.rotary[rope], self.by)  # pyright: ignore[reportReturnType]
+        cos, sin = micro.rotary[rope]
+        return Rotate.apply(x_TNH, cos, sin, self.by)  # pyright: ignore[reportReturnType]
 
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
         width = heads * self.spec.head_width
@@ -300,16 +321,19 @@ class Decoder(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Parameters by canonical name, in the order of the parameter table."""
-        found = {p.name: getattr(module, p.role) for module in self.units for p in module.table}  # pyright: ignore
-        return {p.name: found[p.name] for p in self.spec.params}
+        weights = {p.name: getattr(module, p.role) for module in self.units for p in module.table}  # pyright: ignore
+        return {p.name: weights[p.name] for p in self.spec.params}
 
     def load(self, tensors: Mapping[str, Tensor]) -> "Decoder":
         """Take `tensors` (by canonical name) as the weights; a tied head shares the embedding's. What is a Parameter is taken itself."""
-        own = {name: x for name, x in tensors.items() if isinstance(x, nn.Parameter)}
-        shared = own | {name: nn.Parameter(x, not self.spec.by_name[name].frozen) for name, x in tensors.items() if name not in own}
+        parameters = {}
+        for name, x in tensors.items():
+            if not isinstance(x, nn.Parameter):
+                x = nn.Parameter(x, not self.spec.by_name[name].frozen)
+            parameters[name] = x
         for module in self.units:
             for p in module.table:  # pyright: ignore
-                setattr(module, p.role, shared[p.name])
+                setattr(module, p.role, parameters[p.name])
         return self
 
     def forward(self, micro: MicroBatch, ops: Ops) -> Tensor:
@@ -332,7 +356,9 @@ def rotary_table(rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype
     elif rope.scaling == "yarn":
         frequency = _yarn_frequencies(rope, frequency, width)
     angle = positions_T.double().unsqueeze(-1) * frequency
-    return _both_halves(angle.cos().mul_(rope.magnitude).to(dtype)), _both_halves(angle.sin().mul_(rope.magnitude).to(dtype))
+    cos = angle.cos().mul_(rope.magnitude).to(dtype)
+    sin = angle.sin().mul_(rope.magnitude).to(dtype)
+    return _both_halves(cos), _both_halves(sin)
 
 
 def _yarn_frequencies(rope: Rope, frequency: Tensor, width: int) -> Tensor:
@@ -342,13 +368,19 @@ def _yarn_frequencies(rope: Rope, frequency: Tensor, width: int) -> Tensor:
     def channel(turns: float) -> float:
         return width * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    # 1. Where the ramp begins and ends, in channels.
+    first = channel(rope.beta_fast)
+    last = channel(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
+
+    # 2. How much of each channel is divided: 0 before the ramp, 1 after it.
     number = torch.arange(width // 2, dtype=torch.float64, device=frequency.device)
-    divided = ((number - low) / (high - low if high != low else 0.001)).clamp_(0, 1)
-    return frequency * (1 - divided) + frequency / rope.factor * divided
+    ramp = ((number - first) / (last - first if last != first else 0.001)).clamp_(0, 1)
+    return frequency * (1 - ramp) + frequency / rope.factor * ramp
 
 
 def _both_halves(half: Tensor) -> Tensor:
@@ -357,14 +389,17 @@ def _both_halves(half: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """There. The host goes on meanwhile: memory of its own that is not pinned would make it wait for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.device.type == "cpu" else x.to(device)
+    """x on this device. The host goes on meanwhile: memory that is not pinned would make it wait for the device."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def _llama3_frequencies(rope: Rope, frequency: Tensor) -> Tensor:
     """Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear blend between."""
     wavelength = 2 * math.pi / frequency
-    low, high = rope.original_positions / rope.low_freq_factor, rope.original_positions / rope.high_freq_factor
     smooth = (rope.original_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = (1 - smooth) * frequency / rope.factor + smooth * frequency
-    return torch.where(wavelength > low, frequency / rope.factor, torch.where(wavelength < high, frequency, blend))
+    is_low = wavelength > rope.original_positions / rope.low_freq_factor
+    is_high = wavelength < rope.original_positions / rope.high_freq_factor
+    return torch.where(is_low, frequency / rope.factor, torch.where(is_high, frequency, blend))

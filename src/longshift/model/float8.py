@@ -49,12 +49,13 @@ FILLED = 4  # sides of scales are multiples of it
 def rounded(x: Tensor, rows: int = 1) -> Tensor:
     """x [R, C] as codes and scales of blocks of `rows` x BLOCK have it, in its own format."""
     y = x.new_empty(x.shape)
-    for at_rows, high in runs(x.shape[0], rows):
-        for at_columns, wide in runs(x.shape[1], BLOCK):
-            part, into = (t[at_rows, at_columns].unflatten(1, (-1, wide)).unflatten(0, (-1, high)) for t in (x, y))
-            scale = _scale(torch.linalg.vector_norm(part, math.inf, (1, 3), keepdim=True))
-            torch.div(part, scale, out=into)
-            into.copy_(into.to(CODE)).mul_(scale)
+    for row_slice, height in runs(x.shape[0], rows):
+        for column_slice, width in runs(x.shape[1], BLOCK):
+            # [blocks down, height, blocks across, width]
+            blocks, codes = (t[row_slice, column_slice].unflatten(1, (-1, width)).unflatten(0, (-1, height)) for t in (x, y))
+            scale = _scale(torch.linalg.vector_norm(blocks, math.inf, (1, 3), keepdim=True))
+            torch.div(blocks, scale, out=codes)
+            codes.copy_(codes.to(CODE)).mul_(scale)
     return y
 
 
@@ -86,8 +87,9 @@ def linear_back(grad: Tensor, weight: Tensor, float8: bool = True) -> Tensor:
 
 def multiplies_codes(x: Tensor, weight: Tensor) -> bool:
     """Whether this device multiplies codes of x, or of a gradient, and of a weight."""
-    whole = x.shape[0] > 0 and weight.shape[0] % BLOCK == weight.shape[1] % BLOCK == 0
-    return x.device.type == "cuda" and whole and x.dtype == weight.dtype == torch.bfloat16 and has_codes(x.device)
+    has_whole_blocks = x.shape[0] > 0 and weight.shape[0] % BLOCK == weight.shape[1] % BLOCK == 0
+    is_bf16 = x.dtype == weight.dtype == torch.bfloat16
+    return x.device.type == "cuda" and has_whole_blocks and is_bf16 and has_codes(x.device)
 
 
 @cache
@@ -99,28 +101,37 @@ def has_codes(device: torch.device) -> bool:
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] W^T of a weight [N, K] -> [T, N], by codes."""
-    of_rows, of_blocks = _coders(x.device)
-    codes, scales = of_rows(x)
-    weight_codes, weight_scales = of_blocks(weight)
-    by_rows, by_blocks = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    y = F.scaled_mm(codes, weight_codes.mT, scales.mT, by_rows, weight_scales.mT, by_blocks, output_dtype=x.dtype)
-    return y[: x.shape[0]]
+    code_rows, code_blocks = _coders(x.device)
+    codes, scales = code_rows(x)
+    weight_codes, weight_scales = code_blocks(weight)
+    y = F.scaled_mm(
+        codes,
+        weight_codes.mT,
+        scales.mT,
+        F.ScalingType.BlockWise1x128,
+        weight_scales.mT,
+        F.ScalingType.BlockWise128x128,
+        output_dtype=x.dtype,
+    )
+    return y[: x.shape[0]]  # without the rows that filled up
 
 
 def rows_coded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [R, C] and scales [C / BLOCK, R] of x [T, C], in blocks of a row; R is T filled up to a multiple of FILLED with zeros."""
-    parts = F.pad(x, (0, 0, 0, -x.shape[0] % FILLED)).unflatten(1, (-1, BLOCK))
-    scale = _scale(parts.abs().amax(2))
-    return (parts / scale.unsqueeze(2)).to(CODE).flatten(1).contiguous(), scale.to(torch.float32).mT.contiguous()
+    blocks = F.pad(x, (0, 0, 0, -x.shape[0] % FILLED)).unflatten(1, (-1, BLOCK))
+    scale = _scale(blocks.abs().amax(2))
+    codes = (blocks / scale.unsqueeze(2)).to(CODE).flatten(1).contiguous()
+    return codes, scale.to(torch.float32).mT.contiguous()
 
 
 def blocks_coded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [R, C] and scales [R / BLOCK, S] of a weight [R, C], in blocks of BLOCK x BLOCK; S is C / BLOCK filled up to a multiple of
     FILLED with zeros."""
-    parts = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = _scale(parts.abs().amax((1, 3), keepdim=True))
-    codes = (parts / scale).to(CODE).flatten(2).flatten(0, 1).contiguous()
-    return codes, F.pad(scale.squeeze((1, 3)).to(torch.float32), (0, -parts.shape[2] % FILLED)).contiguous()
+    blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = _scale(blocks.abs().amax((1, 3), keepdim=True))
+    codes = (blocks / scale).to(CODE).flatten(2).flatten(0, 1).contiguous()
+    scales = scale.squeeze((1, 3)).to(torch.float32)
+    return codes, F.pad(scales, (0, -blocks.shape[2] % FILLED)).contiguous()
 
 
 Coder = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -130,17 +141,18 @@ Coder = Callable[[Tensor], tuple[Tensor, Tensor]]
 def _coders(device: torch.device) -> tuple[Coder, Coder]:
     """`rows_coded` and `blocks_coded`, in one kernel or two for each shape of a weight and each width of rows, where torch compiles here:
     written out they take eight times as long."""
-    of_any_width, of_blocks = compiled_for(rows_coded, 1), compiled_for(blocks_coded, 0, dynamic=False)
+    compiled_rows = compiled_for(rows_coded, 1)
+    code_blocks = compiled_for(blocks_coded, 0, dynamic=False)
 
-    def of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    def code_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         torch._dynamo.mark_static(x, 1)
-        return of_any_width(x)
+        return compiled_rows(x)
 
     try:
-        of_rows(torch.ones(8, BLOCK, dtype=torch.bfloat16, device=device))
+        code_rows(torch.ones(8, BLOCK, dtype=torch.bfloat16, device=device))
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as fault:
         warnings.warn(f"codes of eight bits are made without torch.compile, eight times as slowly: {why(fault)}", stacklevel=2)
         return rows_coded, blocks_coded
-    return of_rows, of_blocks
+    return code_rows, code_blocks

@@ -59,7 +59,8 @@ class SlicedRmsNorm(torch.autograd.Function):
     ) -> Tensor:
         rstd = all_sum(_squares(x)).div_(width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        ctx.width, ctx.all_sum = width, all_sum
+        ctx.width = width
+        ctx.all_sum = all_sum
         return _times(x, rstd, weight)
 
     @staticmethod
@@ -84,15 +85,24 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _normed_grad(
-    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool, whole: int | None = None, all_sum: AllSum = alone
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool, total_width: int | None = None, all_sum: AllSum = alone
 ) -> tuple[Tensor, Tensor | None]:
-    shape, width = x.shape, x.shape[-1]
-    g, x, r, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1), weight.to(rstd.dtype)
-    wide = g * x
-    dw = torch.mv(wide.mT, r).to(weight.dtype) if learns else None
-    minus = all_sum(torch.mv(wide, w)).mul_(r).mul_(r).div_(-(whole or width)).unsqueeze(-1)
-    torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
-    return wide.to(grad.dtype).view(shape), dw
+    """dx and dw of the module's docstring. `total_width`: of all ranks' slices, where x is one of them."""
+    shape = x.shape
+    width = shape[-1]
+    g = grad.reshape(-1, width).to(rstd.dtype)
+    x = x.reshape(-1, width)
+    r = rstd.view(-1)
+    w = weight.to(rstd.dtype)
+
+    # 1. dw = sum_t g x r.
+    gx = g * x
+    dw = torch.mv(gx.mT, r).to(weight.dtype) if learns else None
+
+    # 2. dx = r (g w - x r^2 mean(g w x)), in the memory of g x, which is not needed again.
+    minus = all_sum(torch.mv(gx, w)).mul_(r).mul_(r).div_(-(total_width or width)).unsqueeze(-1)
+    dx = torch.mul(g, w, out=gx).addcmul_(x, minus).mul_(r.unsqueeze(-1))
+    return dx.to(grad.dtype).view(shape), dw
 
 
 Add = Callable[[Tensor, Tensor], None]  # (left [T, O], right [T, I]) adds left^T right to a sum of gradients
@@ -107,32 +117,36 @@ class Linear(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, add: Add | None, float8: bool
     ) -> Tensor:
-        ctx.save_for_backward(weight, *((x,) if add or ctx.needs_input_grad[1] else ()))
-        ctx.add, ctx.float8 = add, float8
+        ctx.save_for_backward(weight, x if add or ctx.needs_input_grad[1] else None)
+        ctx.add = add
+        ctx.float8 = float8
         return linear(x, weight, bias, float8)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight, *kept = ctx.saved_tensors
-        dx, dw = linear_back(grad, weight, ctx.float8), None
+        weight, x = ctx.saved_tensors
+        dx = linear_back(grad, weight, ctx.float8)
+        dw = None
         if ctx.add:
-            ctx.add(grad, *kept)
+            ctx.add(grad, x)
         elif ctx.needs_input_grad[1]:
-            (x,) = kept
             dw = torch.mm(grad.mT, x) if weight.is_contiguous() else torch.mm(x.mT, grad).mT  # as the weight is stored
-        return dx, dw, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        db = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None, None
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """Add left^T right to a sum, in place, inside the matmul; the `first` does not read what was there. `total` [S, R, I], of at least
     the factors' format; left [T, S * R]; right [T, I]. Sums wider than the factors are for GPUs alone."""
-    left_ST, beta = left.mT, 0.0 if first else 1.0
-    wider: Any = () if total.dtype == left.dtype else (total.dtype,)
+    left_ST = left.mT
+    beta = 0.0 if first else 1.0
+    wider: Any = () if total.dtype == left.dtype else (total.dtype,)  # an argument that CPUs do not take
     if len(total) == 1:
         torch.addmm(total[0], left_ST, right, *wider, beta=beta, out=total[0])
     else:
-        lefts = left_ST.unflatten(0, total.shape[:2])
-        torch.baddbmm(total, lefts, right.expand(len(total), *right.shape), *wider, beta=beta, out=total)
+        left_SRT = left_ST.unflatten(0, total.shape[:2])
+        right_STI = right.expand(len(total), -1, -1)
+        torch.baddbmm(total, left_SRT, right_STI, *wider, beta=beta, out=total)
 
 
 class Adapted(torch.autograd.Function):
@@ -146,7 +160,8 @@ class Adapted(torch.autograd.Function):
         y = linear(x, weight, bias, float8)
         u = F.linear(x, a)
         ctx.save_for_backward(x, weight, a, b, u)
-        ctx.scale, ctx.float8 = scale, float8
+        ctx.scale = scale
+        ctx.float8 = float8
         return y.addmm_(u, b.mT, alpha=scale)
 
     @staticmethod
@@ -182,12 +197,14 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, activation: str, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.by = activation, by
+        ctx.activation = activation
+        ctx.by = by
         return by.gated(gate, up, activation)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *ctx.by.gated_grad(grad, *ctx.saved_tensors, ctx.activation), None, None
+        gate, up = ctx.saved_tensors
+        return *ctx.by.gated_grad(grad, gate, up, ctx.activation), None, None
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -223,27 +240,29 @@ class Rotate(torch.autograd.Function):
         return ctx.by.turned(grad, cos, sin, -1), None, None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    y, width = x.new_empty(x.shape), cos.shape[-1]
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    width = cos.shape[-1]
+    y = x.new_empty(x.shape)
     y[..., width:] = x[..., width:]
-    turning, x = y[..., :width], x[..., :width]
-    torch.mul(x, cos, out=turning)
-    (y1, y2), (x1, x2), (sin1, sin2) = (t.chunk(2, -1) for t in (turning, x, sin))
-    y1.addcmul_(x2, sin1, value=-way)
-    y2.addcmul_(x1, sin2, value=way)
+    torch.mul(x[..., :width], cos, out=y[..., :width])
+    x1, x2 = x[..., :width].chunk(2, -1)
+    y1, y2 = y[..., :width].chunk(2, -1)
+    sin1, sin2 = sin.chunk(2, -1)
+    y1.addcmul_(x2, sin1, value=-direction)
+    y2.addcmul_(x1, sin2, value=direction)
     return y
 
 
 def _weights(logits: Tensor, highest: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = logits - highest.unsqueeze(-1)
-    target = wide.gather(-1, column).squeeze(-1)
-    weight = wide.exp_()
-    return weight, weight.sum(-1), target
+    relative = logits - highest.unsqueeze(-1)
+    target = relative.gather(-1, column).squeeze(-1)
+    weights = relative.exp_()
+    return weights, weights.sum(-1), target
 
 
-def _weights_grad(kept: Tensor, highest: Tensor, share: Tensor, column: Tensor, less: Tensor, dtype: torch.dtype) -> Tensor:
-    d = kept.mul_(share.unsqueeze(-1))  # in place: [T, V] is the largest activation there is
-    return d.scatter_add_(-1, column, -less.unsqueeze(-1)).to(dtype)
+def _weights_grad(saved: Tensor, highest: Tensor, factor: Tensor, column: Tensor, deduction: Tensor, dtype: torch.dtype) -> Tensor:
+    d = saved.mul_(factor.unsqueeze(-1))  # in place: [T, V] is the largest activation there is
+    return d.scatter_add_(-1, column, -deduction.unsqueeze(-1)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -256,9 +275,10 @@ class Elementwise:
     gated         gate, up, activation -> y
     gated_grad    grad, gate, up, activation -> dgate, dup
     turned        x, cos, sin, 1 or -1 -> y
-    weights       logits, highest of each row, column [T, 1] -> kept, sums of exp(logit - highest) over rows, logit - highest in the column
-    weights_grad  kept, highest, factor of each row, column, deduction of each row, dtype -> factor * exp(logit - highest), in the column
-                  less the deduction; `kept` may be used up"""
+    weights       logits, highest of each row, column [T, 1] -> what the backward takes, sums of exp(logit - highest) over rows,
+                  logit - highest in the column
+    weights_grad  what `weights` saved, highest, factor of each row, column, deduction of each row, dtype
+                  -> factor * exp(logit - highest), in the column less the deduction; may overwrite what was saved"""
 
     normed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = _normed
     normed_grad: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] = _normed_grad

@@ -26,7 +26,8 @@ from longshift.spec.adapters import ALL, adapter_faults, linear_modules
 from longshift.spec.families import to_hugging_face
 from longshift.spec.model import ModelSpec, Param
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -44,8 +45,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 # Buffers that older checkpoints carry: GPT-2's causal mask, Llama's rotary frequencies.
 _BUFFER = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _ROW_BLOCK = 4096
-MOST_FAULTS = 50  # that are listed
-MOST_ABOUT = 1 << 20  # bytes of an adapter_config.json
+MAX_FAULTS = 50  # that are listed
+MAX_CONFIG_BYTES = 1 << 20  # of an adapter_config.json
 PEFT = "base_model.model."  # before the names of weights that PEFT stores
 
 
@@ -82,29 +83,35 @@ class _TensorFolder:
         self.places: dict[str, tuple[Path, str]] = {}
         self.others: dict[str, Path] = {}
         self.faults: list[str] = []
+
+        # 1. Every name of every file, a weight or not.
         for path, file in self.files.items():
             for name in file.keys():  # noqa: SIM118
                 if name in self.others:
                     self.faults.append(f"twice       {name} in {self.others[name].name} and {path.name}")
                 self.others[name] = path
+
+        # 2. Each weight under the first of its names that is there.
         for p in params:
-            stored = next((name for name in names(p) if name in self.others), None)
-            if stored is None:
+            stored_name = next((name for name in names(p) if name in self.others), None)
+            if stored_name is None:
                 self.faults.append(f"missing     {names(p)[0]} {list(p.shape)}")
                 continue
-            self.places[p.name] = self.others.pop(stored), stored
+            self.places[p.name] = self.others.pop(stored_name), stored_name
             view = self._view(p.name)
             if tuple(view.get_shape()) != p.shape:
                 self.faults.append(f"wrong shape {p.name}: {view.get_shape()} in the folder, {says} {list(p.shape)}")
             if view.get_dtype() not in _DTYPES:
                 self.faults.append(f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
 
-    def check(self, what: str) -> None:
-        """Raise CheckpointError with all faults, if any; `what` is wrong where there are some."""
-        faults = self.faults + [f"unexpected  {name} in {path.name}" for name, path in self.others.items() if not _BUFFER.search(name)]
+    def check(self, title: str) -> None:
+        """Raise CheckpointError with all faults under a `title`, if there are any."""
+        unexpected = [f"unexpected  {name} in {path.name}" for name, path in self.others.items() if not _BUFFER.search(name)]
+        faults = self.faults + unexpected
+        if len(faults) > MAX_FAULTS:
+            faults = [*faults[:MAX_FAULTS], f"and {len(faults) - MAX_FAULTS} more"]
         if faults:
-            shown_faults = faults[:MOST_FAULTS] + [f"and {len(faults) - MOST_FAULTS} more"] * (len(faults) > MOST_FAULTS)
-            raise CheckpointError(f"{what}:\n  " + "\n  ".join(shown_faults))
+            raise CheckpointError("\n  ".join([f"{title}:", *faults]))
 
     def read(self, name: str, box: Box) -> Tensor:
         """The part of weight `name` inside `box`, on the CPU, in the dtype that the folder has."""
@@ -112,12 +119,12 @@ class _TensorFolder:
         if not box:
             return torch.empty(box.shape, dtype=_DTYPES[view.get_dtype()])
         with _reading(self.places[name][0]):
-            return view[tuple(slice(a, b) for a, b in zip(box.start, box.stop))]
+            return view[tuple(slice(start, stop) for start, stop in zip(box.start, box.stop))]
 
     def _view(self, name: str) -> Any:
-        path, stored = self.places[name]
+        path, stored_name = self.places[name]
         with _reading(path):
-            return self.files[path].get_slice(stored)
+            return self.files[path].get_slice(stored_name)
 
 
 class WeightFolder(_TensorFolder):
@@ -142,12 +149,12 @@ class WeightFolder(_TensorFolder):
         embedding = spec.params[0]
         with _reading(path):
             head = self.files[path].get_slice("lm_head.weight")
-        same = tuple(head.get_shape()) == embedding.shape
-        for row in range(0, spec.vocab if same else 0, _ROW_BLOCK):
+        is_equal = tuple(head.get_shape()) == embedding.shape
+        for row in range(0, spec.vocab if is_equal else 0, _ROW_BLOCK):
             rows = Box.whole(embedding.shape).cut(0, row, min(row + _ROW_BLOCK, spec.vocab))
             with _reading(path):
-                same = same and torch.equal(head[row : row + _ROW_BLOCK], self.read(embedding.name, rows))
-        if not same:
+                is_equal = is_equal and torch.equal(head[row : row + _ROW_BLOCK], self.read(embedding.name, rows))
+        if not is_equal:
             raise CheckpointError(
                 f"{path}: lm_head.weight differs from {embedding.name}, but config.json ties them; "
                 'set "tie_word_embeddings": false in config.json to train both'
@@ -162,9 +169,10 @@ class AdapterFolder(_TensorFolder):
         path = folder / "adapter_model.safetensors"
         config = _read_adapter_config(folder / "adapter_config.json")
         if not path.is_file():
-            pickled = (folder / "adapter_model.bin").is_file()
-            why = "only a pickle, adapter_model.bin, which can run any code and is never opened here" if pickled else "no such file"
-            raise CheckpointError(f"{folder} holds no adapter_model.safetensors: {why}")
+            reason = "no such file"
+            if (folder / "adapter_model.bin").is_file():
+                reason = "only a pickle, adapter_model.bin, which can run any code and is never opened here"
+            raise CheckpointError(f"{folder} holds no adapter_model.safetensors: {reason}")
         adapters = (p for p in spec.params if not p.frozen)
         super().__init__([_inside(folder, path)], adapters, lambda p: (PEFT + p.name,), "the model and model.lora say")
         self.faults = adapter_faults(config, spec) + self.faults
@@ -174,12 +182,12 @@ class AdapterFolder(_TensorFolder):
 def _read_adapter_config(path: Path) -> dict[str, Any]:
     """What the JSON object of a small file says. Raises CheckpointError."""
     try:
-        found = json.loads(read_small(path, MOST_ABOUT))
+        config = json.loads(read_small(path, MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"model.lora.init_from: {path} cannot be read: {fault}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise CheckpointError(f"model.lora.init_from: {path} is no JSON object")
-    return found
+    return config
 
 
 def write_folder(
@@ -199,8 +207,9 @@ def write_folder(
     def fill(scratch: Path) -> None:
         _write_weights(scratch, spec, iter(tensors), dtype, max_shard_bytes)
         ids = _write_tokenizer(scratch, carried)
-        kept = carried.config if carried else {}
-        _write_json(scratch / "config.json", {**kept, **to_hugging_face(spec), **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
+        source_config = carried.config if carried else {}
+        dtype_name = str(dtype).removeprefix("torch.")
+        _write_json(scratch / "config.json", {**source_config, **to_hugging_face(spec), **ids, "torch_dtype": dtype_name})
 
     _write_new(folder, fill)
 
@@ -214,9 +223,19 @@ def write_adapters(
     assert lora is not None
     targets = linear_modules(spec.base.params, spec.layers) if ALL in lora.targets else lora.targets
     config = {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
-        **{"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(targets), "lora_dropout": 0.0, "bias": "none"},
-        **{"fan_in_fan_out": spec.fused_qkv, "use_rslora": False, "use_dora": False, "init_lora_weights": True},
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": spec.fused_qkv,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
     }
 
     def fill(scratch: Path) -> None:
@@ -241,10 +260,10 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, T
     shards = _shards(spec, dtype, limit)
     weight_map = {}
     for number, names in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        saved = _save(folder / file, islice(tensors, len(names)), dtype)
-        if saved != names:
-            raise ValueError(f"{file}: expected {', '.join(names)}, got {', '.join(saved)}")
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        saved_names = _save(folder / file, islice(tensors, len(names)), dtype)
+        if saved_names != names:
+            raise ValueError(f"{file}: expected {', '.join(names)}, got {', '.join(saved_names)}")
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": spec.parameters * dtype.itemsize}, "weight_map": weight_map}
@@ -276,33 +295,44 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
 def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
     """Write the files beside the tokenizer; the ids of special tokens as a config.json names them."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)  # null, because a family's default ids belong to another tokenizer
-    if carried is not None:
-        word, eos = carried.end
-        ids |= {"eos_token_id": eos, **carried.ids}
-        for name, source in carried.files.items():
-            shutil.copyfile(source, folder / name)
-        config = folder / "tokenizer_config.json"
-        known = json.loads(config.read_text("utf-8")) if config.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
-        named = known if known.get("eos_token") else {**known, "eos_token": word}
-        if carried.template is not None:  # in one place alone: readers differ in which of two they take
-            named = {key: value for key, value in named.items() if key != "chat_template"}
-            (folder / TEMPLATE).unlink(missing_ok=True)
-            (folder / TEMPLATE).write_text(carried.template, "utf-8")
-        if named != known:
-            config.unlink(missing_ok=True)  # a copy of a file that may not be written to
-            _write_json(config, named)
-        _write_generation(folder / "generation_config.json", ids, carried.stops)
+    if carried is None:
+        return ids
+
+    # 1. The source's files as they are, and its ids of special tokens.
+    end_word, end_id = carried.end
+    ids |= {"eos_token_id": end_id, **carried.ids}
+    for name, source in carried.files.items():
+        shutil.copyfile(source, folder / name)
+
+    # 2. What the tokenizer's config lacks: the end of a text, and the chat template that was trained with.
+    path = folder / "tokenizer_config.json"
+    source_config = json.loads(path.read_text("utf-8")) if path.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = dict(source_config)
+    if not config.get("eos_token"):
+        config["eos_token"] = end_word
+    if carried.template is not None:  # in one place alone: readers differ in which of two they take
+        config.pop("chat_template", None)
+        (folder / TEMPLATE).unlink(missing_ok=True)
+        (folder / TEMPLATE).write_text(carried.template, "utf-8")
+    if config != source_config:
+        path.unlink(missing_ok=True)  # a copy of a file that may not be written to
+        _write_json(path, config)
+
+    # 3. After which tokens generation ends.
+    _write_generation(folder / "generation_config.json", ids, carried.stops)
     return ids
 
 
 def _write_generation(path: Path, ids: Mapping[str, Any], stops: Sequence[int]) -> None:
     """Say after which tokens generation ends; what the source's file says besides stays."""
-    known = read_json_object(path)
-    ends = known.get("eos_token_id", ids["eos_token_id"])
-    ends = list(dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *stops]))
-    named = {key: value for key, value in ids.items() if value is not None}
+    source_config = read_json_object(path)
+    source_ends = source_config.get("eos_token_id", ids["eos_token_id"])
+    if not isinstance(source_ends, list):
+        source_ends = [source_ends]
+    ends = list(dict.fromkeys([*source_ends, *stops]))
+    special_ids = {key: value for key, value in ids.items() if value is not None}
     path.unlink(missing_ok=True)
-    _write_json(path, {**named, **known, "eos_token_id": ends[0] if len(ends) == 1 else ends})
+    _write_json(path, {**special_ids, **source_config, "eos_token_id": ends[0] if len(ends) == 1 else ends})
 
 
 def _is_plain(name: str) -> bool:
@@ -342,11 +372,13 @@ def _weight_files(folder: Path) -> list[Path]:
 def _inside(folder: Path, file: Path) -> Path:
     """The file, where it lies in the folder, where the cache of the Hugging Face hub keeps what its snapshots link to, or below the working
     folder, as stores of dvc and git-annex do. Raises CheckpointError for a link to elsewhere."""
-    target, home = file.resolve(), folder.resolve()
-    allowed = [home, home.parent.parent / "blobs"]
+    target = file.resolve()
+    folder = folder.resolve()
+    allowed = [folder, folder.parent.parent / "blobs"]
     with suppress(FileNotFoundError):  # the working folder may be gone
         working = Path.cwd()
-        allowed += [working] if working != working.parent else []  # everything is below the root
+        if working != working.parent:  # everything is below the root
+            allowed.append(working)
     if not any(target.is_relative_to(place) for place in allowed):
         raise CheckpointError(
             f"{file} is a link out of its folder, to {target}: copy the file there, name the folder that holds it, or start from a "

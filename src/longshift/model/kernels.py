@@ -48,9 +48,11 @@ class Kernel:
 
     def deterministic(self, device: torch.device) -> bool:
         """Whether equal inputs give equal bits on this device, as torch is set now."""
-        parts = (self, self.packed) if self.packed else (self,)
-        own = device.type == "cpu" or all(one.repeats == "always" or (one.repeats == "asked" and asked()) for one in parts)
-        return own and (self.rest is None or self.rest.deterministic(device))
+        if device.type != "cpu":
+            repeating = ("always", "asked") if asked() else ("always",)
+            if self.repeats not in repeating or (self.packed and self.packed.repeats not in repeating):
+                return False
+        return self.rest is None or self.rest.deterministic(device)
 
     def of(self, q: Tensor, k: Tensor, causal: bool) -> "Kernel":
         """The one for a piece of this size."""
@@ -69,9 +71,10 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool)
         out.copy_(part)
         lse.copy_(part_lse)
         return
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
-    lse.copy_(total)
+    total_lse = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total_lse).exp().unsqueeze(-1))
+    out.add_(part * (part_lse - total_lse).exp().unsqueeze(-1))
+    lse.copy_(total_lse)
 
 
 def add_up(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -108,10 +111,15 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
         return flash_on_cpu_backward(grad, q, k, v, out, lse, causal, scale)
     if q.dtype not in (torch.float16, torch.bfloat16):
         return reference_backward(grad, q, k, v, out, lse, causal, scale)
-    *given, lse = batched(grad, q, k, v, out, lse)
+    num_queries = len(q)
+    num_keys = len(k)
+    grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
+    lse = lse.contiguous()
     seed = torch.empty(0, dtype=torch.uint64, device=q.device)
-    none = (None, None, q.shape[0], k.shape[0], 0.0)  # no lengths
-    grads = aten._scaled_dot_product_flash_attention_backward(*given, lse.contiguous(), *none, causal, seed, seed, scale=scale)
+    # Without lengths of documents, and nothing is dropped.
+    grads = aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, num_queries, num_keys, 0.0, causal, seed, seed, scale=scale
+    )
     return [flat(g) for g in grads[:3]]
 
 
@@ -123,8 +131,8 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
 def flash_on_cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> list[Tensor]:
-    *given, lse = batched(grad, q, k, v, out, lse)
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
+    grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     return [flat(g) for g in grads[:3]]
 
 
@@ -134,7 +142,10 @@ def reference(
     """Attention by its definition, some rows at a time. `cap`: scores are cap * tanh(score / cap). `window`: of a causal one, the last
     tokens that a token sees."""
     q, k, v = batched(q, k, v)
-    keys, values, outs, lses = _per_query_head(k, q), _per_query_head(v, q), [], []
+    keys = _per_query_head(k, q)
+    values = _per_query_head(v, q)
+    outs = []
+    lses = []
     for first, rows in _rows(q, k):
         scores = _scores(q[:, :, rows], keys, causal, scale, first, cap, window)
         lses.append(scores.logsumexp(-1))
@@ -156,20 +167,30 @@ def reference_backward(
 ) -> list[Tensor]:
     """Gradients by their definition, for a global `out` and `lse`."""
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
-    keys, values, dqs, dk, dv = _per_query_head(k, q), _per_query_head(v, q), [], torch.zeros_like(k), torch.zeros_like(v)
+    keys = _per_query_head(k, q)
+    values = _per_query_head(v, q)
+    dqs = []
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     groups = (1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2], k.shape[3])
     for first, rows in _rows(q, k):
-        own, given = q[:, :, rows], grad[:, :, rows]
-        scores = _scores(own, keys, causal, scale, first, cap, window)
+        # 1. Probabilities, from the log-sum-exp of the forward.
+        row_q = q[:, :, rows]
+        row_grad = grad[:, :, rows]
+        scores = _scores(row_q, keys, causal, scale, first, cap, window)
         p = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
         slope = scores.div_(cap).clamp_(min=-1).square_().neg_().add_(1) if cap else None  # of tanh; 0 where hidden
-        del scores
-        ds = p * (given @ values.mT - (given * out[:, :, rows]).sum(-1, keepdim=True)) * scale
+        del scores  # freed before the gradients of the scores are allocated
+
+        # 2. Gradients of the scores, in units of q k^T.
+        ds = p * (row_grad @ values.mT - (row_grad * out[:, :, rows]).sum(-1, keepdim=True)) * scale
         if slope is not None:
             ds *= slope
+
+        # 3. Query heads that share a key/value head add to its gradient.
         dqs.append(ds @ keys)
-        dk += (ds.mT @ own).view(groups).sum(2)
-        dv += (p.mT @ given).view(groups).sum(2)
+        dk += (ds.mT @ row_q).view(groups).sum(2)
+        dv += (p.mT @ row_grad).view(groups).sum(2)
     return [flat(t) for t in (torch.cat(dqs, 2), dk, dv)]
 
 
@@ -191,8 +212,8 @@ def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int, cap
 
 def _hidden(scores: Tensor, first: int, window: int | None) -> Tensor:
     """Which keys these rows do not see."""
-    every = torch.ones_like(scores, dtype=torch.bool)
-    return every.triu(1 + first) if window is None else ~every.tril(first).triu(1 + first - window)
+    ones = torch.ones_like(scores, dtype=torch.bool)
+    return ones.triu(1 + first) if window is None else ~ones.tril(first).triu(1 + first - window)
 
 
 def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
@@ -206,9 +227,14 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 def _cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    lse = lse.transpose(0, 1).unsqueeze(0).unsqueeze(-1).contiguous()
-    none = (None, None, None, q.shape[0], k.shape[0], 0.0)  # no bias, no lengths
-    grads = aten._scaled_dot_product_cudnn_attention_backward(*batched(grad, q, k, v, out), lse, seed, seed, *none, causal, scale=scale)
+    num_queries = len(q)
+    num_keys = len(k)
+    grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
+    lse = lse.unsqueeze(-1).contiguous()
+    # Without a bias and lengths of documents, and nothing is dropped.
+    grads = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, seed, seed, None, None, None, num_queries, num_keys, 0.0, causal, scale=scale
+    )
     return [flat(t) for t in grads]
 
 
@@ -224,17 +250,20 @@ BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, repeats="never")  # torch asks it for nothing
 
 
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """In at least float32."""
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+
+
 def capped(cap: float) -> Kernel:
     """Attention whose scores are soft-capped, as no kernel of torch has it: by its definition, in at least float32."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = reference(q.to(wide), k.to(wide), v.to(wide), causal, scale, cap)
+        out, lse = reference(*_widened(q, k, v), causal, scale, cap)
         return out.to(q.dtype), lse
 
     def backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad, q_wide, k_wide, v_wide, out = (t.to(wide) for t in (grad, q, k, v, out))
-        return [g.to(q.dtype) for g in reference_backward(grad, q_wide, k_wide, v_wide, out, lse, causal, scale, cap)]
+        grad, wide_q, wide_k, wide_v, out = _widened(grad, q, k, v, out)
+        return [g.to(q.dtype) for g in reference_backward(grad, wide_q, wide_k, wide_v, out, lse, causal, scale, cap)]
 
     return Kernel(f"math, scores capped at {cap:g}", forward, backward, repeats="asked")  # cuBLAS, a workspace a stream

@@ -28,18 +28,25 @@ class CrossEntropySum(torch.autograd.Function):
         all_sum: Callable[[Tensor], Tensor],
         by: Elementwise = WRITTEN_OUT,
     ):
+        # 1. Each row's highest logit, over all ranks, is taken off before logits are raised to e.
         highest = all_max(logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32)))
-        here = (labels >= first) & (labels < first + logits.shape[1])
-        column = torch.where(here, labels - first, 0).unsqueeze(-1)
-        kept, total, target = by.weights(logits, highest, column)
-        total, target = all_sum(torch.stack((total, torch.where(here, target, 0.0)))).unbind()
-        counted = labels != IGNORE
-        ctx.save_for_backward(kept, highest, total, column, here, counted)
-        ctx.dtype, ctx.by = logits.dtype, by
-        return torch.where(counted, total.log() - target, 0.0).sum()
+
+        # 2. Sums of the weights, and the target's logit from the rank that holds its column, in one message.
+        is_held = (labels >= first) & (labels < first + logits.shape[1])
+        column = torch.where(is_held, labels - first, 0).unsqueeze(-1)
+        weights, total, target = by.weights(logits, highest, column)
+        total, target = all_sum(torch.stack((total, torch.where(is_held, target, 0.0)))).unbind()
+
+        # 3. The sum over target tokens.
+        is_target = labels != IGNORE
+        ctx.save_for_backward(weights, highest, total, column, is_held, is_target)
+        ctx.dtype = logits.dtype
+        ctx.by = by
+        return torch.where(is_target, total.log() - target, 0.0).sum()
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        kept, highest, total, column, here, counted = ctx.saved_tensors
-        grad_T = grad * counted
-        return ctx.by.weights_grad(kept, highest, grad_T / total, column, grad_T * here, ctx.dtype), None, None, None, None, None
+        weights, highest, total, column, is_held, is_target = ctx.saved_tensors
+        grad_T = grad * is_target
+        dlogits = ctx.by.weights_grad(weights, highest, grad_T / total, column, grad_T * is_held, ctx.dtype)
+        return dlogits, None, None, None, None, None

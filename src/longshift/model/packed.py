@@ -48,8 +48,8 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, lengths: Sequence[int], window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     longest = max(lengths)
-    given = (ends, ends, longest, longest, 0.0, True, False)
-    out, lse = aten._flash_attention_forward(q, k, v, *given, scale=scale, **_band(window))[:2]
+    # ends and longest of queries, then of keys; no dropout, causal, no debug mask
+    out, lse = aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale, **_band(window))[:2]
     return out, lse.view(q.shape[1], q.shape[0]).t().contiguous()
 
 
@@ -65,9 +65,12 @@ def flash_backward(
     window: int | None,
     scale: float,
 ) -> Sequence[Tensor]:
-    longest, seed = max(lengths), torch.empty(2, dtype=torch.uint64, device=q.device)  # nothing is dropped, so nothing reads it
-    given = (ends, ends, longest, longest, 0.0, True, seed, seed)
-    return aten._flash_attention_backward(grad, q, k, v, out, lse.t().contiguous(), *given, scale=scale, **_band(window))
+    longest = max(lengths)
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # nothing is dropped, so nothing reads it
+    lse = lse.t().contiguous()
+    return aten._flash_attention_backward(
+        grad, q, k, v, out, lse, ends, ends, longest, longest, 0.0, True, seed, seed, scale=scale, **_band(window)
+    )
 
 
 def _band(window: int | None) -> dict[str, int]:

@@ -19,45 +19,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS, COLUMNS = 1024, 1024  # of a tile, for all heads that share keys; powers of two
+# Of a tile, for all heads that share keys; powers of two.
+ROWS = 1024
+COLUMNS = 1024
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     fold(out, lse, q, k, v, causal, scale, first=True)
     return out, lse
 
 
 def fold(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: bool) -> None:
     """Attention to these keys, too, into `out` and `lse`, in place; if they are the `first`, what was there counts for nothing."""
-    wide, narrow = _scratch(q, k, torch.float32), _scratch(q, k, q.dtype)
+    wide = _scratch(q, k, torch.float32)
+    narrow = _scratch(q, k, q.dtype)
     with _in_bf16():
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
+                # 1. Sums begin at nothing, or at what the keys before these gave: weights that add up to 1 below its log-sum-exp.
                 queries = _stacked(q[rows, heads]).float()
                 if first:
-                    o, most = torch.zeros_like(queries), queries.new_full((len(queries), 1), float("-inf"))
-                    total = torch.zeros_like(most)
+                    o = torch.zeros_like(queries)
+                    highest = queries.new_full((len(queries), 1), float("-inf"))
+                    total = torch.zeros_like(highest)
                 else:
-                    o, most = _stacked(out[rows, heads]).to(torch.float32, copy=True), _stacked(lse[rows, heads].unsqueeze(-1))
-                    total = torch.ones_like(most)
+                    o = _stacked(out[rows, heads]).to(torch.float32, copy=True)
+                    highest = _stacked(lse[rows, heads].unsqueeze(-1))
+                    total = torch.ones_like(highest)
+
                 for columns in tiles:
-                    s, p = (_part(flat, len(queries), columns) for flat in (wide, narrow))
+                    # 2. Weights of a tile, relative to its highest score in a row.
+                    s = _part(wide, len(queries), columns)
+                    p = _part(narrow, len(queries), columns)
                     torch.mm(queries, k[columns, head].float().T, out=s)
-                    top = (_hide_later(s, rows, columns, float("-inf")) if causal else s).amax(1, keepdim=True).mul_(scale)
-                    torch.add(-top, s, alpha=scale, out=s).exp_()
-                    part, weight = p.copy_(s) @ v[columns, head].contiguous(), s.sum(1, keepdim=True)
-                    above = torch.maximum(most, top)
-                    old, new = (most - above).exp_(), (top - above).exp_()
-                    o.mul_(old).addcmul_(part, new)
-                    total.mul_(old).addcmul_(weight, new)
-                    most = above
+                    if causal:
+                        _hide_later(s, rows, columns, float("-inf"))
+                    tile_highest = s.amax(1, keepdim=True).mul_(scale)
+                    torch.add(-tile_highest, s, alpha=scale, out=s).exp_()
+                    tile_out = p.copy_(s) @ v[columns, head].contiguous()
+                    tile_total = s.sum(1, keepdim=True)
+
+                    # 3. Both sums are brought to the higher of the two, and added.
+                    new_highest = torch.maximum(highest, tile_highest)
+                    shrink = (highest - new_highest).exp_()
+                    tile_shrink = (tile_highest - new_highest).exp_()
+                    o.mul_(shrink).addcmul_(tile_out, tile_shrink)
+                    total.mul_(shrink).addcmul_(tile_total, tile_shrink)
+                    highest = new_highest
                 out[rows, heads] = _unstacked(o.div_(total), out[rows, heads])
-                lse[rows, heads] = _unstacked(most + total.log_(), lse[rows, heads].unsqueeze(-1)).squeeze(-1)
+                lse[rows, heads] = _unstacked(highest + total.log_(), lse[rows, heads].unsqueeze(-1)).squeeze(-1)
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    dq, dk, dv = torch.zeros_like(q), *(torch.zeros(x.shape, device=x.device) for x in (k, v))
+    dq = torch.zeros_like(q)
+    dk = torch.zeros(k.shape, device=k.device)
+    dv = torch.zeros(v.shape, device=v.device)
     add(dq, dk, dv, grad, q, k, v, out, lse, causal, scale)
     return [dq, dk.to(k.dtype), dv.to(v.dtype)]
 
@@ -67,38 +85,43 @@ def add(
 ) -> None:
     """Add what these keys and values give to the gradients, in place: dk and dv are float32."""
     delta = torch.einsum("tnh,tnh->tn", grad.float(), out.float())
-    wide, wide_too, narrow = (_scratch(q, k, dtype) for dtype in (torch.float32, torch.float32, q.dtype))
+    scratch_p, scratch_ds, scratch_bf16 = (_scratch(q, k, dtype) for dtype in (torch.float32, torch.float32, q.dtype))
     with _in_bf16():
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
-                queries, grads = (_stacked(x[rows, heads]) for x in (q, grad))
-                below, minus = (_stacked(x[rows, heads].unsqueeze(-1)) for x in (lse, delta))
-                wide_queries, wide_grads = queries.float(), grads.float()
-                own = torch.zeros(queries.shape, device=q.device)
+                # Scores and gradients of weights need float32, the products that are summed take factors in bf16.
+                queries = _stacked(q[rows, heads])
+                grads = _stacked(grad[rows, heads])
+                wide_queries = queries.float()
+                wide_grads = grads.float()
+                row_lse = _stacked(lse[rows, heads].unsqueeze(-1))
+                row_delta = _stacked(delta[rows, heads].unsqueeze(-1))
+                row_dq = torch.zeros(queries.shape, device=q.device)
                 for columns in tiles:
-                    keys, values = (x[columns, head].contiguous() for x in (k, v))
-                    p, ds, sent = (_part(flat, len(queries), columns) for flat in (wide, wide_too, narrow))
+                    keys = k[columns, head].contiguous()
+                    values = v[columns, head].contiguous()
+                    p, ds, factor = (_part(flat, len(queries), columns) for flat in (scratch_p, scratch_ds, scratch_bf16))
                     torch.mm(wide_queries, keys.float().T, out=p)
-                    torch.add(-below, p, alpha=scale, out=p).exp_()
+                    torch.add(-row_lse, p, alpha=scale, out=p).exp_()
                     if causal:
                         _hide_later(p, rows, columns, 0.0)
-                    dv[columns, head] += sent.copy_(p).T @ grads
-                    torch.mm(wide_grads, values.float().T, out=ds).sub_(minus).mul_(p)
-                    dk[columns, head].add_(sent.copy_(ds).T @ queries, alpha=scale)
-                    own += sent @ keys
-                dq[rows, heads].add_(_unstacked(own, dq[rows, heads]), alpha=scale)
+                    dv[columns, head] += factor.copy_(p).T @ grads
+                    torch.mm(wide_grads, values.float().T, out=ds).sub_(row_delta).mul_(p)
+                    dk[columns, head].add_(factor.copy_(ds).T @ queries, alpha=scale)
+                    row_dq += factor @ keys
+                dq[rows, heads].add_(_unstacked(row_dq, dq[rows, heads]), alpha=scale)
 
 
 @contextmanager
 def _in_bf16() -> Iterator[None]:
     """Matmuls of float32 round their inputs to bf16. [Note: process-wide] No other thread of a rank multiplies."""
     matmul: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (unknown to type checkers)
-    before = matmul.fp32_precision
+    previous = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        matmul.fp32_precision = previous
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
@@ -110,25 +133,23 @@ def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[slice]]]:
     """Rows, and the columns they see. Columns begin at multiples of their number, which the rows' number divides: where the mask is causal
     every row of a tile sees at least its first column."""
-    tokens, keys = q.shape[0], k.shape[0]
     height = _height(q, k)
-    for start in range(0, tokens, height):
-        rows = slice(start, min(tokens, start + height))
-        seen = rows.stop if causal else keys
-        yield rows, [slice(at, min(seen, at + COLUMNS)) for at in range(0, seen, COLUMNS)]
+    for start in range(0, len(q), height):
+        rows = slice(start, min(len(q), start + height))
+        num_keys = rows.stop if causal else len(k)
+        yield rows, [slice(first, min(num_keys, first + COLUMNS)) for first in range(0, num_keys, COLUMNS)]
 
 
 def _height(q: Tensor, k: Tensor) -> int:
     return max(1, ROWS >> (q.shape[1] // k.shape[1] - 1).bit_length())
 
 
-def _hide_later(s: Tensor, rows: slice, columns: slice, value: float) -> Tensor:
-    """In place: columns that are later than their row."""
+def _hide_later(s: Tensor, rows: slice, columns: slice, value: float) -> None:
+    """Set columns that are later than their row to `value`, in place."""
     if columns.stop > rows.start + 1:
         count = rows.stop - rows.start
         later = torch.ones(count, columns.stop - columns.start, dtype=torch.bool).triu(rows.start - columns.start + 1)
         s.view(-1, count, s.shape[1]).masked_fill_(later, value)
-    return s
 
 
 def _scratch(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
