@@ -259,7 +259,8 @@ def capped(cap: float) -> Kernel:
     """Attention whose scores are soft-capped, as no kernel of torch has it: by its definition, in at least float32."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = reference(*_widened(q, k, v), causal, scale, cap)
+        wide_q, wide_k, wide_v = _widened(q, k, v)
+        out, lse = reference(wide_q, wide_k, wide_v, causal, scale, cap)
         return out.to(q.dtype), lse
 
     def backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:

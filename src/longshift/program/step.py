@@ -42,7 +42,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, moving_unit, place_of
 from longshift.program.operations import Op, Program
 from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
-from longshift.program.turns import turns as made_turns
+from longshift.program.turns import turns as group_turns
 from longshift.spec.formats import MomentFormat, Wire
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary
@@ -82,7 +82,10 @@ class Steps:
     ):
         """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates;
         `wire`: formats of gathers and reductions; `doubled`: whether a home on disk has second places."""
-        self.itinerary, self.rank, self.home_in, self.wire = itinerary, rank, home_in, wire
+        self.itinerary = itinerary
+        self.rank = rank
+        self.home_in = home_in
+        self.wire = wire
         self.moments = moments
         self.packed: MomentFormat = packed if moments else "float32"
         self.late = home_in.late
@@ -95,10 +98,9 @@ class Steps:
         self.trained = list(self.kept)
         self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(self.trained)
         self.early = early_units(self.home_tiers, self.kept) if doubled and self.packed == "float32" else frozenset[int]()
-        sizes = [size for unit, size in self.kept.items() if unit in self.early]
-        self.early_pair = max(
-            (a + b for a, b in pairwise(sizes)), default=sum(sizes)
-        )  # elements of two that are updated one after the other
+        # Elements of two units that are updated one after the other.
+        early_sizes = [size for unit, size in self.kept.items() if unit in self.early]
+        self.early_pair = max((a + b for a, b in pairwise(early_sizes)), default=sum(early_sizes))
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
@@ -110,24 +112,29 @@ class Steps:
         """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn.
         `left`: units whose updates the step before has left; without visits the program makes these alone. `early`: whether units are
         updated before the norm, as far as they can be."""
-        key = tuple(visits), learns, tuple(left), early and bool(self.early)
-        found = self._programs.get(key)
-        if found is None:
+        visits = tuple(visits)
+        early = early and bool(self.early)
+        key = visits, learns, tuple(left), early
+        program = self._programs.get(key)
+        if program is None:
             if len(self._programs) >= 64:
                 self._programs.clear()
-            found = self._programs[key] = tuple(_Step(self, *key).operations())
-        return found
+            program = self._programs[key] = tuple(_Step(self, visits, learns, left, early).operations())
+        return program
 
     def visits(self, groups: Sequence[LengthGroup], lengths: Sequence[int]) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
         """The groups as a program needs them, and the documents of each micro-batch of this rank's replica, by visit. A micro-batch has no
         documents where the replica has fewer packs than another. `lengths`: of the step's documents."""
-        visits, packs = [], []
+        visits = []
+        packs_by_visit = []
         for group in groups:
-            view, layout = self.views[group.layout], group.layout
-            own = [group.packs[p] for p in group.shares[view.at.dp]]
-            packs.append(own + [()] * (max(map(len, group.shares)) - len(own)))
-            visits.append(visit_of(self.itinerary.spec, layout, [[lengths[d] for d in pack] for pack in packs[-1]]))
-        return tuple(visits), packs
+            share = group.shares[self.views[group.layout].at.dp]
+            num_packs = max(map(len, group.shares))
+            packs = [group.packs[number] for number in share] + [()] * (num_packs - len(share))
+            pack_lengths = [[lengths[document] for document in pack] for pack in packs]
+            visits.append(visit_of(self.itinerary.spec, group.layout, pack_lengths))
+            packs_by_visit.append(packs)
+        return tuple(visits), packs_by_visit
 
     def left(self, early: Collection[int] = ()) -> tuple[int, ...]:
         """Units whose updates a step leaves where it has updated some early."""
@@ -137,9 +144,9 @@ class Steps:
         """Where a unit comes in the forward."""
         return place_of(self.itinerary.spec, unit)
 
-    def source(self, before: Layout | None) -> Cut | None:
-        """Whose copies a switch takes weights from, besides home, when `before` has computed."""
-        return None if before is None else self.itinerary.source(before)
+    def source(self, previous: Layout | None) -> Cut | None:
+        """Whose copies a switch takes weights from, besides home, when layout `previous` has computed."""
+        return None if previous is None else self.itinerary.source(previous)
 
     def bring(self, source: Cut | None, target: Cut) -> Exchanges:
         """The switch that brings the weights of `target`."""
@@ -153,18 +160,24 @@ class Steps:
         if plan in self._exchanges:
             return self._exchanges[plan]
         count = plan.exchanges
-        first, last, most = _spans(self.itinerary.spec, plan)
+        first, last, max_bytes = _spans(self.itinerary.spec, plan)
         opens: list[list[int]] = [[] for _ in range(count)]
         closes: list[list[int]] = [[] for _ in range(count)]
-        for unit in sorted(self._here(target)):
+        for unit in sorted(self._units_under(target)):
             opens[first[unit]].append(unit)
-        for unit in sorted(self._here(source)):
+        for unit in sorted(self._units_under(source)):
             closes[last[unit]].append(unit)
-        ahead = next((number for number, taken in enumerate(most) if taken > self.itinerary.options.ahead_bytes), count)
-        spans = {unit: (first[unit], min(count, last[unit] + plan.rounds) - 1) for unit in first}
-        return self._exchanges.setdefault(plan, Exchanges(count, tuple(map(tuple, opens)), tuple(map(tuple, closes)), ahead, spans))
+        limit = self.itinerary.options.ahead_bytes
+        exchanges = Exchanges(
+            count=count,
+            opens=tuple(map(tuple, opens)),
+            closes=tuple(map(tuple, closes)),
+            ahead=next((number for number, opened in enumerate(max_bytes) if opened > limit), count),
+            spans={unit: (first[unit], min(count, last[unit] + plan.rounds) - 1) for unit in first},
+        )
+        return self._exchanges.setdefault(plan, exchanges)  # another thread may have been first
 
-    def _here(self, cut: Cut | None) -> frozenset[int]:
+    def _units_under(self, cut: Cut | None) -> frozenset[int]:
         """The moving units that this rank has under a cut."""
         return next((view.units for view in self.views.values() if view.cut == cut), frozenset())
 
@@ -174,15 +187,16 @@ def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int],
     exchange's `open`."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    wanted: dict[int, np.ndarray] = {}
-    for w in plan.weights:
-        unit = moving_unit(spec, spec.by_name[w.name])
-        start, stop = (int(w.bucket[0]), int(w.bucket[-1])) if len(w.bucket) else (0, 0)
-        first[unit], last[unit] = min(start, first.get(unit, start)), max(stop, last.get(unit, stop))
-        wanted[unit] = wanted.get(unit, 0) + w.slices.size_bytes @ w.slices.wants
+    unit_bytes: dict[int, np.ndarray] = {}  # int64 [ranks]
+    for weight in plan.weights:
+        unit = moving_unit(spec, spec.by_name[weight.name])
+        buckets = weight.bucket if len(weight.bucket) else [0]
+        first[unit] = min(int(buckets[0]), first.get(unit, plan.exchanges))
+        last[unit] = max(int(buckets[-1]), last.get(unit, 0))
+        unit_bytes[unit] = unit_bytes.get(unit, 0) + weight.slices.size_bytes @ weight.slices.wants
     opened = np.zeros((plan.exchanges, plan.world), np.int64)
     for unit, number in first.items():
-        opened[number] += wanted[unit]
+        opened[number] += unit_bytes[unit]
     return first, last, opened.cumsum(0).max(1).tolist()
 
 
@@ -190,14 +204,16 @@ class _Step:
     """A program while it grows. Mutable."""
 
     def __init__(self, steps: Steps, visits: tuple[Visit, ...], learns: bool, left: Sequence[int], early: bool):
-        self.steps, self.visits, self.learns = steps, visits, learns
-        self.left = deque(left)  # units that are to be updated
+        self.steps = steps
+        self.visits = visits
+        self.learns = learns
+        self.pending_updates = deque(left)  # units
         self.early = steps.early if early and learns else frozenset[int]()
         self.reductions = Counter[int]()  # of the last visit, by unit: those that have not ended
         self.to_come = Counter[int]()  # and those that have not begun
         self.views = [steps.views[visit.layout] for visit in visits]
-        self.here: Cut | None = None
-        self.present: set[int] = set()  # units whose copies, under the cut that is here, can be used
+        self.cut: Cut | None = None  # under which the working copies are
+        self.present: set[int] = set()  # units whose copies can be used
         self.ahead = 0  # exchanges of the next switch that have been posted
         self.disk = _Disk(steps.on_disk)
 
@@ -208,36 +224,39 @@ class _Step:
             yield from self._run(number)
             yield from self._go(number)
             yield Op("leave", number)
-        yield from self._updated()
-        yield from self.disk.settled()
+        yield from self._update()
+        yield from self.disk.await_writes()
         if not self.visits:
             return
         yield Op("norm")
         if self.learns:
             yield Op("update")
             if self.steps.by_unit and not self.steps.late:
-                self.left.extend(self.steps.trained)
-                yield from self._updated()
+                self.pending_updates.extend(self.steps.trained)
+                yield from self._update()
 
-    def _updated(self, upto: int | None = None) -> Iterator[Op]:
-        """Updates of the units that are left, up to one, or of all. Of units on disk the next one comes while one is updated, and the last
+    def _update(self, last: int | None = None) -> Iterator[Op]:
+        """Pending updates, up to that of unit `last`, or all. Of units on disk the next one comes while one is updated, and the one before
         goes."""
-        while self.left and (upto is None or self.steps.place(self.left[0]) <= self.steps.place(upto)):
-            unit = self.left.popleft()
-            if unit in self.disk.units:
-                yield from self.disk.settled("record")
-                yield from self.disk.have_record(unit, next((after for after in self.left if after in self.disk.units), None))
+        while self.pending_updates and (last is None or self.steps.place(self.pending_updates[0]) <= self.steps.place(last)):
+            unit = self.pending_updates.popleft()
+            on_disk = unit in self.disk.units
+            if on_disk:
+                next_on_disk = next((pending for pending in self.pending_updates if pending in self.disk.units), None)
+                yield from self.disk.await_writes("record")
+                yield from self.disk.have_record(unit, next_on_disk)
             yield Op("update", unit=unit)
             if self.steps.packed != "float32":
                 yield Op("pack", unit=unit)
-            if unit in self.disk.units:
+            if on_disk:
                 yield from self.disk.write(0, unit, "record")
-                yield from self.disk.settled() if unit in self.steps.mixed else ()  # a record is no whole master of these
+                if unit in self.steps.mixed:  # a record is no whole master of these
+                    yield from self.disk.await_writes()
 
     def _come(self, number: int) -> Iterator[Op]:
         """Operations that bring the group's weights, as far as they are not here."""
         cut = self.views[number].cut
-        if cut == self.here:
+        if cut == self.cut:
             return
         if not cut.at_home:
             exchanges = self._switch(number)
@@ -247,58 +266,62 @@ class _Step:
             yield Op("await exchange", number, number=exchanges.count - 1, way="weights")
             yield from self._from_home(number, exchanges, "weights", exchanges.count - 1, True)
             yield Op("arrived", number)
-        if self.here is not None:
+        if self.cut is not None:
             yield Op("close", number - 1)
-        self.here, self.present, self.ahead = cut, set(), 0
+        self.cut = cut
+        self.present = set()
+        self.ahead = 0
 
     def _switch(self, number: int) -> Exchanges:
         """The switch to a visit from the one before."""
-        before = self.visits[number - 1].layout if number else None
-        return self.steps.bring(self.steps.source(before), self.views[number].cut)
+        previous = self.visits[number - 1].layout if number else None
+        return self.steps.bring(self.steps.source(previous), self.views[number].cut)
 
     def _exchange(self, number: int, exchanges: Exchanges, way: str, start: int, stop: int) -> Iterator[Op]:
-        away = self.disk.units
+        """Exchanges `start` to `stop` of a switch, one awaited before the next. `number`: of the visit."""
         for i in range(start, stop):
             if i:
                 yield Op("await exchange", number, number=i - 1, way=way)
-                yield from self._from_home(number, exchanges, way, i - 1, True) if away else ()
-            yield from self._before_exchange(exchanges, i) if self.left or away else ()
+                yield from self._from_home(number, exchanges, way, i - 1, True)
+            if self.pending_updates or self.disk.units:
+                yield from self._before_exchange(exchanges, i)
             for unit in exchanges.opens[i]:
                 yield Op("open", number, unit)
-            yield from self._from_home(number, exchanges, way, i, False) if away else ()
+            yield from self._from_home(number, exchanges, way, i, False)
             yield Op("exchange", number, number=i, way=way)
             for unit in exchanges.closes[i]:
                 yield Op("close", number - 1, unit)
 
     def _before_exchange(self, exchanges: Exchanges, i: int) -> Iterator[Op]:
         """Late updates of the units that an exchange may read from home."""
-        wanted = [unit for unit, (first, _) in exchanges.spans.items() if first <= i]
-        if wanted:
-            yield from self._updated(max(wanted, key=self.steps.place))
-            yield from self.disk.settled("record")  # its memory goes when it is written, and an exchange may last longer
+        readable = [unit for unit, (first, _) in exchanges.spans.items() if first <= i]
+        if readable:
+            yield from self._update(max(readable, key=self.steps.place))
+            yield from self.disk.await_writes("record")  # its memory goes when it is written, and an exchange may last longer
 
-    def _from_home(self, number: int, exchanges: Exchanges, way: str, i: int, after: bool) -> Iterator[Op]:
-        """What an exchange reads or adds to of a home on disk: brought before it, gone when it has ended."""
-        units = [unit for unit in self.disk.units if unit in exchanges.spans and exchanges.spans[unit][after] == i]
+    def _from_home(self, number: int, exchanges: Exchanges, way: str, i: int, ended: bool) -> Iterator[Op]:
+        """What exchange i reads or adds to of a home on disk: brought before it, gone when it has `ended`."""
+        units = [unit for unit in self.disk.units if unit in exchanges.spans and exchanges.spans[unit][ended] == i]
         if way == "weights":
             for unit in units:
-                yield from self.disk.leave(number, unit) if after else self.disk.have(number, unit)
+                yield from self.disk.leave(number, unit) if ended else self.disk.have(number, unit)
             return
         for unit in units:
             if unit in self.steps.trained:
-                yield from self.disk.write(number, unit, "sums") if after else self.disk.have_sums(number, unit)
+                yield from self.disk.write(number, unit, "sums") if ended else self.disk.have_sums(number, unit)
 
     def _go(self, number: int) -> Iterator[Op]:
         """Operations that bring gradient sums home which no later group adds to."""
-        view, later = self.views[number], self.views[number + 1 :]
-        if any(other.cut == view.cut for other in later):
+        view = self.views[number]
+        later_views = self.views[number + 1 :]
+        if any(later.cut == view.cut for later in later_views):
             return
         if view.cut.at_home:
-            if not later and len(self.steps.cuts) > 1:  # the next step may begin with another cut
+            if not later_views and len(self.steps.cuts) > 1:  # the next step may begin with another cut
                 yield Op("close", number)
             return
         if self.learns:
-            yield from self._updated()
+            yield from self._update()
             if not self.disk.units:
                 yield Op("total", number)
             else:
@@ -308,50 +331,56 @@ class _Step:
             yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
             yield from self._from_home(number, exchanges, "sums", exchanges.count - 1, True)
             yield Op("forget", number)
-        if not later:
+        if not later_views:
             yield Op("close", number)
 
     def _run(self, number: int) -> Iterator[Op]:
         """Operations of the group's micro-batches, forward and backward, and reductions."""
-        view, visit = self.views[number], self.visits[number]
-        closing = self.learns and all(other.cut != view.cut for other in self.views[number + 1 :])
-        turns = list(made_turns(view, visit, number, closing, self.learns))
-        ahead = self._going_ahead(number, turns)
-        reductions = _Window(self.steps, view, "reduce")
+        # 1. The group's turns. A tied embedding adds up all that its two uses leave, so it is reduced last.
+        view = self.views[number]
+        closing = self.learns and all(later.cut != view.cut for later in self.views[number + 1 :])
+        turns = list(group_turns(view, self.visits[number], number, closing, self.learns))
         tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective and unit in view.learned]
+
+        # 2. Which reductions are the last of their unit: early updates wait for these.
         if number == len(self.visits) - 1 and view.cut.at_home:  # no other sums come home after these
-            reduced = [op.unit for op in chain((op for turn in turns for op in turn.ops), tied) if op.kind == "reduce"]
-            self.reductions = Counter(reduced)
-            self.to_come = Counter(reduced)
-            self.early -= set(reduced[-1:])
-        for op in chain(self._with_gathers(number, turns, ahead), tied):
+            ops = chain((op for turn in turns for op in turn.ops), tied)
+            reduced_units = [op.unit for op in ops if op.kind == "reduce"]
+            self.reductions = Counter(reduced_units)
+            self.to_come = Counter(reduced_units)
+            self.early -= set(reduced_units[-1:])
+
+        # 3. A reduction begins when its unit is up to date and there is room for it.
+        window = _Window(self.steps, view, "reduce")
+        for op in chain(self._with_gathers(number, turns, self._exchanges_by_turn(number, turns)), tied):
             if op.kind != "reduce":
                 yield op
                 continue
             self.to_come[op.unit] -= 1
-            yield from self._updated(op.unit)
-            for unit in reductions.room_for(op.unit):
-                yield from self._reduced(number, unit, [*reductions, op.unit][0])
-            reductions.append(op.unit)
+            yield from self._update(op.unit)
+            for unit in window.make_room(op.unit):
+                yield from self._end_reduction(number, unit, window[0] if window else op.unit)
+            window.append(op.unit)
             yield op
-            yield from self._ask_state(number, reductions[0])
-        while reductions:
-            yield from self._reduced(number, reductions.popleft(), reductions[0] if reductions else None)
+            yield from self._ask_state(number, window[0])
+        while window:
+            yield from self._end_reduction(number, window.popleft(), window[0] if window else None)
 
-    def _reduced(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
-        """The end of a reduction, and what home on disk does with its sum; `after`: the unit whose reduction ends next."""
-        away = self.views[number].cut.at_home and unit in self.disk.units
+    def _end_reduction(self, number: int, unit: int, next_unit: int | None) -> Iterator[Op]:
+        """The end of a reduction, and what home on disk does with its sum; `next_unit`: whose reduction ends next."""
+        on_disk = self.views[number].cut.at_home and unit in self.disk.units
         self.reductions[unit] -= 1
-        early = unit in self.early and self.reductions[unit] == 0
-        yield from self.disk.known_sums(number, unit) if away else ()
+        is_early = unit in self.early and self.reductions[unit] == 0
+        if on_disk:
+            yield from self.disk.bring_sums(number, unit)
         yield Op("await reduce", number, unit)
-        if away:
-            yield from self.disk.write_beside(number, unit, "sums") if early else self.disk.write(number, unit, "sums")
-        if early:
+        if on_disk:
+            yield from self.disk.write_beside(number, unit, "sums") if is_early else self.disk.write(number, unit, "sums")
+        if is_early:
             yield from self._ask_state(number, unit)
             yield Op("await read", number, unit, part="state")
-            yield from self.disk.settled(but=unit)  # the unit before is in memory until then
-            yield from self._ask_state(number, after)
+            yield from self.disk.await_writes(but=unit)  # the unit before is in memory until then
+            yield from self._ask_state(number, next_unit)
             yield Op("update", number, unit, part="early")
             yield from self.disk.write_beside(number, unit, "state")
 
@@ -363,87 +392,98 @@ class _Step:
     def _room_for_state(self, unit: int) -> bool:
         """Whether masters and moments of a unit can be read beside those in memory. There is room for those of two units that are updated
         one after the other, and for a quarter more: for a small one, such as a last norm."""
-        return 4 * sum(self.steps.kept[some] for some in {unit, *self.disk.states}) <= 5 * self.steps.early_pair
+        return 4 * sum(self.steps.kept[held] for held in {unit, *self.disk.states}) <= 5 * self.steps.early_pair
 
-    def _states_ahead(self, number: int, coming: Sequence[UnitTurn]) -> Iterator[Op]:
+    def _ask_states(self, number: int, turns: Sequence[UnitTurn]) -> Iterator[Op]:
         """Read the masters and moments of units that are updated early, in the order of the turns to come, as far as there is room."""
-        for unit in (turn.unit for turn in coming if turn.unit in self.early and turn.unit not in self.disk.states):
-            if unit in self.disk.records or not self._room_for_state(unit):
-                return
-            yield from self.disk.ask_state(number, unit)
+        for turn in turns:
+            if turn.unit in self.early and turn.unit not in self.disk.states:
+                if turn.unit in self.disk.records or not self._room_for_state(turn.unit):
+                    return
+                yield from self.disk.ask_state(number, turn.unit)
 
-    def _gather(self, number: int, unit: int, after: Sequence[int] = ()) -> Iterator[Op]:
-        """A gather, with the master from disk where home is there. `after`: the units that are gathered next. Their masters are asked for,
+    def _gather(self, number: int, unit: int, next_units: Sequence[int] = ()) -> Iterator[Op]:
+        """A gather, with the master from disk where home is there. `next_units`: that are gathered next. Their masters are asked for,
         too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the second of these. A record moves seven times
         the bytes of a master, in and out, and masters must not wait behind it; nor must the disk, while its update waits for the turn
         before."""
-        at_home = self.views[number].cut.at_home
-        away, records = self.disk.units if at_home else frozenset(), 0
-        for some in (unit, *after[: READ_AHEAD if self.left else 1]):
-            records += some in self.left and some != unit
-            if records > 1:
+        if not self.views[number].cut.at_home:
+            yield Op("gather", number, unit)
+            return
+        num_records = 0
+        for ahead in (unit, *next_units[: READ_AHEAD if self.pending_updates else 1]):
+            is_pending = ahead in self.pending_updates
+            num_records += is_pending and ahead != unit
+            if num_records > 1:
                 break
-            if some in away:
-                yield from self.disk.ask_record(some) if some in self.left else self.disk.ask(number, some)
-        yield from self._updated(unit) if at_home else ()
-        yield from self.disk.have(number, unit) if unit in away else ()
+            if ahead in self.disk.units:
+                yield from self.disk.ask_record(ahead) if is_pending else self.disk.ask(number, ahead)
+        yield from self._update(unit)
+        on_disk = unit in self.disk.units
+        if on_disk:
+            yield from self.disk.have(number, unit)
         yield Op("gather", number, unit)
-        yield from self.disk.leave(number, unit) if unit in away else ()
+        if on_disk:
+            yield from self.disk.leave(number, unit)
 
     def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[int]]) -> Iterator[Op]:
-        """The turns with gathers before them, as far ahead as the window allows, and releases after them."""
-        view, visit = self.views[number], self.visits[number]
-        closes = number == len(self.visits) - 1 and view.cut.at_home
-        window, kept = _Window(self.steps, view, "gather"), dict[int, int]()
-        release = visit.layout.zero == 3 and view.collective
-        wanted: list[int] = []
+        """The turns with gathers before them, as far ahead as the window allows, and releases after them. `ahead`: numbers of exchanges by
+        the turn that they are posted before."""
+        view = self.views[number]
+        releases = self.visits[number].layout.zero == 3 and view.collective
+
+        # 1. A tied embedding is gathered first, and stays. What else is gathered: at each use, or before the first.
+        gathers: list[int] = []
         if view.collective:
             for unit in view.tied:
                 if unit not in self.present:
                     yield from self._gather(number, unit)
                     yield Op("await gather", number, unit)
                     self.present.add(unit)
-            wanted = [turn.unit for turn in turns if view.own(turn.unit)]
-            wanted = wanted if release else [u for u in dict.fromkeys(wanted) if u not in self.present]
-        posted = 0  # of `wanted`
+            gathers = [turn.unit for turn in turns if view.has_weights(turn.unit)]
+            if not releases:
+                gathers = [unit for unit in dict.fromkeys(gathers) if unit not in self.present]
+
+        # 2. Gathers are posted as far as there is room. A unit that is there still, or under way, stays for its next use instead.
+        window = _Window(self.steps, view, "gather")
+        stays = Counter[int]()
+        num_posted = 0  # of `gathers`
 
         def post() -> Iterator[Op]:
-            """Gathers of what comes next, as far as there is room."""
-            nonlocal posted
-            while posted < len(wanted):
-                unit = wanted[posted]
-                if unit in self.present or unit in window:  # it stays until then
-                    if not window.fits(unit):
-                        return
-                    kept[unit] = kept.get(unit, 0) + 1
-                elif window.fits(unit):
-                    window.append(unit)
-                    after = wanted[posted + 1 :][:READ_AHEAD]
-                    yield from self._gather(number, unit, [some for some in after if some not in self.present and some not in window])
+            nonlocal num_posted
+            while num_posted < len(gathers) and window.fits(gathers[num_posted]):
+                unit = gathers[num_posted]
+                if unit in self.present or unit in window:
+                    stays[unit] += 1
                 else:
-                    return
-                posted += 1
+                    window.append(unit)
+                    next_units = gathers[num_posted + 1 :][:READ_AHEAD]
+                    yield from self._gather(number, unit, [u for u in next_units if u not in self.present and u not in window])
+                num_posted += 1
 
-        used = 0
-        first = next((index for index, turn in enumerate(turns) if turn.final), len(turns))
+        # 3. The turns. What an early update reads comes with the rank's last backward.
+        is_last = number == len(self.visits) - 1 and view.cut.at_home
+        first_final = next((index for index, turn in enumerate(turns) if turn.final), len(turns))
+        num_used = 0
         for index, turn in enumerate(turns):
-            yield from self.disk.settled("record", but=turn.unit)
-            if closes and not self.left and index + READ_AHEAD > first:
-                yield from self._states_ahead(number, turns[max(index, first) :][:READ_AHEAD])
-            if wanted and view.own(turn.unit) and (release or turn.unit not in self.present):
-                if posted <= used:
+            yield from self.disk.await_writes("record", but=turn.unit)
+            if is_last and not self.pending_updates and index + READ_AHEAD > first_final:
+                yield from self._ask_states(number, turns[max(index, first_final) :][:READ_AHEAD])
+            has_weights = view.has_weights(turn.unit)
+            if gathers and has_weights and (releases or turn.unit not in self.present):
+                if num_posted <= num_used:
                     yield from post()
-                if kept.get(turn.unit, 0) and turn.unit in self.present:
-                    kept[turn.unit] -= 1
+                if stays[turn.unit] and turn.unit in self.present:
+                    stays[turn.unit] -= 1
                 else:
                     window.remove(turn.unit)
                     yield Op("await gather", number, turn.unit)
                     self.present.add(turn.unit)
-                used += 1
+                num_used += 1
             yield from post()
             yield from self._exchanges_ahead(number, ahead.get(index, ()))
             yield from turn.ops
-            if release and view.own(turn.unit) and not kept.get(turn.unit, 0):
+            if releases and has_weights and not stays[turn.unit]:
                 self.present.discard(turn.unit)
                 yield Op("release", number, turn.unit)
         yield from self._exchanges_ahead(number, ahead.get(len(turns), ()))
@@ -454,21 +494,20 @@ class _Step:
             ops = self._exchange(number + 1, self._switch(number + 1), "weights", i, i + 1)
             yield from (op for op in ops if op.kind != "close")
 
-    def _going_ahead(self, number: int, turns: list[UnitTurn]) -> dict[int, list[int]]:
+    def _exchanges_by_turn(self, number: int, turns: list[UnitTurn]) -> dict[int, list[int]]:
         """Numbers of the exchanges of the switch to the next group, by the turn that they are posted before. [Note: order]"""
         if number + 1 == len(self.visits) or not self.learns:
             return {}
-        after = self.views[number + 1].cut
-        if after.at_home or after == self.views[number].cut:
+        next_cut = self.views[number + 1].cut
+        if next_cut.at_home or next_cut == self.views[number].cut:
             return {}
-        exchanges = self._switch(number + 1)
-        self.ahead = exchanges.ahead
-        last = [index for index, turn in enumerate(turns) if turn.final]
-        found: dict[int, list[int]] = {}
-        for i in range(exchanges.ahead):
-            at = last[i * len(last) // exchanges.ahead] if self.views[number].leads and last else len(turns)
-            found.setdefault(at, []).append(i)
-        return found
+        self.ahead = self._switch(number + 1).ahead
+        final_turns = [index for index, turn in enumerate(turns) if turn.final] if self.views[number].leads else []
+        by_turn: dict[int, list[int]] = {}
+        for i in range(self.ahead):
+            turn = final_turns[i * len(final_turns) // self.ahead] if final_turns else len(turns)
+            by_turn.setdefault(turn, []).append(i)
+        return by_turn
 
 
 class _Disk:
@@ -480,7 +519,7 @@ class _Disk:
         self.asked: set[int] = set()
         self.records: set[int] = set()  # units whose records are here, or asked for
         self.states: set[int] = set()  # units whose masters and moments are here, or asked for
-        self.known: set[int] = set()  # units that have gradient sums
+        self.sums: set[int] = set()  # units that have gradient sums
         self.writing: deque[Op] = deque()
 
     def ask(self, number: int, unit: int) -> Iterator[Op]:
@@ -502,11 +541,12 @@ class _Disk:
         if not self.masters[unit]:
             yield Op("evict", number, unit, part="master")
 
-    def have_record(self, unit: int, after: int | None) -> Iterator[Op]:
-        """Bring the record of a unit, until it is written, and ask for the one `after`."""
+    def have_record(self, unit: int, next_unit: int | None) -> Iterator[Op]:
+        """Bring the record of a unit, until it is written, and ask for that of `next_unit`."""
         yield from self.ask_record(unit)
         yield Op("await read", unit=unit, part="record")
-        yield from self.ask_record(after) if after is not None else ()
+        if next_unit is not None:
+            yield from self.ask_record(next_unit)
         self.masters[unit] += 1
 
     def ask_record(self, unit: int) -> Iterator[Op]:
@@ -518,29 +558,30 @@ class _Disk:
     def ask_state(self, number: int, unit: int) -> Iterator[Op]:
         """Read the masters and moments of a unit, until they are written."""
         if unit not in self.states:
-            yield from self.settled() if unit in self.records else ()
+            if unit in self.records:
+                yield from self.await_writes()
             self.states.add(unit)
             yield Op("read", number, unit, part="state")
 
-    def known_sums(self, number: int, unit: int) -> Iterator[Op]:
+    def bring_sums(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the gradient sums of a unit, if there are some."""
-        if unit in self.known:
+        if unit in self.sums:
             if any(op.unit == unit for op in self.writing):
-                yield from self.settled()
+                yield from self.await_writes()
             yield Op("read", number, unit, part="sums")
             yield Op("await read", number, unit, part="sums")
-        self.known.add(unit)
+        self.sums.add(unit)
 
     def have_sums(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the gradient sums of a unit; zeros, if there are none."""
-        new = unit not in self.known
-        yield from self.known_sums(number, unit)
-        if new:
+        is_new = unit not in self.sums
+        yield from self.bring_sums(number, unit)
+        if is_new:
             yield Op("total", number, unit)
 
     def write(self, number: int, unit: int, part: str) -> Iterator[Op]:
         """Write a part of a unit, when that before it is written."""
-        yield from self.settled()
+        yield from self.await_writes()
         yield from self.write_beside(number, unit, part)
 
     def write_beside(self, number: int, unit: int, part: str) -> Iterator[Op]:
@@ -548,16 +589,17 @@ class _Disk:
         self.writing.append(Op("write", number, unit, part=part))
         yield self.writing[-1]
 
-    def settled(self, part: str | None = None, but: int | None = None) -> Iterator[Op]:
+    def await_writes(self, part: str | None = None, but: int | None = None) -> Iterator[Op]:
         """Await what is written, oldest first: all, or as far as it is of a part. What is of the unit `but`, and what follows it, goes
         on."""
         while self.writing and part in (None, self.writing[0].part) and self.writing[0].unit != but:
-            written = self.writing.popleft()
-            self.states -= {written.unit} if written.part == "state" else set()
-            if written.part == "record":
-                self.records.remove(written.unit)
-                self.masters[written.unit] -= 1
-            yield written._replace(kind="await write")
+            op = self.writing.popleft()
+            if op.part == "state":
+                self.states.discard(op.unit)
+            if op.part == "record":
+                self.records.remove(op.unit)
+                self.masters[op.unit] -= 1
+            yield op._replace(kind="await write")
 
 
 class _Window(deque[int]):
@@ -568,12 +610,12 @@ class _Window(deque[int]):
         itemsize = steps.bytes[kind == "reduce"]
         elements = view.elements if kind == "gather" else view.learned_elements
         self.size = {unit: elements * itemsize for unit, elements in elements.items()}
-        self.most = max(self.size[unit] for unit in range(1, view.spec.layers + 1))
+        self.capacity = max(self.size[unit] for unit in range(1, view.spec.layers + 1))
 
     def fits(self, unit: int) -> bool:
-        return not self or sum(self.size[u] for u in self) + self.size[unit] <= self.most
+        return not self or sum(self.size[u] for u in self) + self.size[unit] <= self.capacity
 
-    def room_for(self, unit: int) -> Iterator[int]:
-        """Those that must end first, oldest first."""
+    def make_room(self, unit: int) -> Iterator[int]:
+        """Those that must end before this unit begins, oldest first."""
         while not self.fits(unit):
             yield self.popleft()

@@ -38,15 +38,20 @@ def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) ->
     """A group whose micro-batches have documents of these lengths. An empty pack is one token without a target."""
     if layout.chunk:
         return Visit(layout, len(packs))
-    rows = {pack: pack_order(layout, pack).local_tokens // layout.contiguous_ranks for pack in set(map(tuple, packs))}
-    return Visit(layout, len(packs), tuple(loss_blocks(spec, rows[tuple(pack)]) for pack in packs))
+    blocks_by_pack = {}
+    for pack in set(map(tuple, packs)):
+        order = pack_order(layout, pack)
+        blocks_by_pack[pack] = loss_blocks(spec, order.local_tokens // layout.contiguous_ranks)
+    return Visit(layout, len(packs), tuple(blocks_by_pack[tuple(pack)] for pack in packs))
 
 
 class RankLayout:
     """A layout from one rank: which units it computes, which weights it has, how they come. Immutable."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, cut: Cut, rank: int):
-        self.spec, self.layout, self.cut = spec, layout, cut
+        self.spec = spec
+        self.layout = layout
+        self.cut = cut
         self.at = layout.coord(rank)
         self.chunks = layout.units_of(spec.layers, self.at.pp)
         self.units = frozenset(boxes_on(spec, layout, rank))
@@ -57,8 +62,11 @@ class RankLayout:
     @cached_property
     def kept(self) -> frozenset[int]:
         """Blocks that keep all for their backward, whatever the others do: the last of each model chunk, whose backward comes first."""
-        blocks = ([unit for unit in chunk if 1 <= unit <= self.spec.layers] for chunk in self.chunks)
-        return frozenset(unit for some in blocks for unit in some[max(0, len(some) - self.layout.kept_blocks) :])
+        last_blocks: set[int] = set()
+        for chunk in self.chunks:
+            blocks = [unit for unit in chunk if 1 <= unit <= self.spec.layers]
+            last_blocks.update(blocks[max(0, len(blocks) - self.layout.kept_blocks) :])
+        return frozenset(last_blocks)
 
     @property
     def leads(self) -> bool:
@@ -76,22 +84,20 @@ class RankLayout:
         return self._nominal(param for param in self.spec.params if not param.frozen)
 
     def _nominal(self, params: Iterable[Param]) -> dict[int, int]:
-        found = dict.fromkeys(range(self.spec.units + 1), 0)
+        elements = dict.fromkeys(range(self.spec.units + 1), 0)
         for param in params:
-            found[moving_unit(self.spec, param)] += -(-param.elements // (self.layout.weight_ranks if param.dim is not None else 1))
-        return found
+            slices = self.layout.weight_ranks if param.dim is not None else 1
+            elements[moving_unit(self.spec, param)] += -(-param.elements // slices)
+        return elements
 
-    def own(self, unit: int) -> bool:
-        """Whether a unit has weights of its own here. Llama's embedding has none when it is tied."""
+    def has_weights(self, unit: int) -> bool:
+        """Whether a unit has weights of its own on this rank. Llama's embedding has none when it is tied."""
         return unit in self.units
 
-    def moving(self, unit: int) -> tuple[int, ...]:
-        """The moving units whose weights `unit` uses here: the tied embedding, its own."""
-        return *(self.tied if unit in (0, self.spec.layers + 1) else ()), *((unit,) if self.own(unit) else ())
-
     def learning(self, unit: int) -> tuple[int, ...]:
-        """Those of `moving` that have weights which are trained."""
-        return tuple(moving for moving in self.moving(unit) if moving in self.learned)
+        """The moving units with trained weights that `unit` uses on this rank: the tied embedding, its own."""
+        tied = self.tied if unit in (0, self.spec.layers + 1) else ()
+        return tuple(moving for moving in (*tied, unit) if moving in self.learned)
 
 
 @dataclass(frozen=True)
@@ -105,59 +111,80 @@ class UnitTurn:
 
 def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool = True) -> Iterator[UnitTurn]:
     """All that a group computes on a rank, messages between stages included, without gathers. Where it does not learn, the forwards alone:
-    in the order of a step that learns they wait for none but each other."""
-    layout, at = view.layout, view.at
+    in the order of a step that learns they wait for none but each other.
+
+    `number`: of the visit. `closing`: whether this is the last group of the step that adds to these gradient sums."""
+    layout = view.layout
     if layout.order == "vertical" and learns:
         yield from _WholeTurns(view, visit, number, closing).vertical()
         return
-    order = [event for event in pipeline.events(layout, at.pp, visit.micros) if learns or event.kind == "forward"]
-    last = {event.micro: index for index, event in enumerate(order)}
+    make_turns = ((_ChunkedTurns if layout.chunk else _WholeTurns) if learns else _ScoringTurns)(view, visit, number, closing)
+
+    # 1. The events of this stage, and what each of them waits for.
+    events = [event for event in pipeline.events(layout, view.at.pp, visit.micros) if learns or event.kind == "forward"]
+    receives = [pipeline.receives(layout, view.at.pp, event) for event in events]
+    last_event = {event.micro: index for index, event in enumerate(events)}
     loaded: set[int] = set()
-    sent: deque[Op] = deque()
-    make = ((_ChunkedTurns if layout.chunk else _WholeTurns) if learns else _ScoringTurns)(view, visit, number, closing)
-    receives = [pipeline.receives(layout, at.pp, event) for event in order]
+    unawaited_sends: deque[Op] = deque()
 
     def load(micro: int) -> list[Op]:
-        fresh = {micro} - loaded
-        loaded.update(fresh)
-        return [Op("load", number, micro=micro) for micro in fresh]
-
-    def message(kind: Kind, moved: pipeline.Transfer | None, event: pipeline.Event, source: bool) -> list[Op]:
-        if moved is None:
+        """The operation that loads a micro-batch, once."""
+        if micro in loaded:
             return []
-        rising = moved.source % layout.pp < moved.target % layout.pp
-        peer = (moved.source if source else moved.target) % layout.pp
-        way = "rising" if rising else "falling"
-        return [Op(kind, number, micro=event.micro, chunk=event.chunk, turn=event.kind, number=moved.tag, peer=peer, way=way)]
+        loaded.add(micro)
+        return [Op("load", number, micro=micro)]
+
+    def message(kind: Kind, transfer: pipeline.Transfer | None, event: pipeline.Event) -> list[Op]:
+        if transfer is None:
+            return []
+        source = transfer.source % layout.pp
+        target = transfer.target % layout.pp
+        return [
+            Op(
+                kind,
+                number,
+                micro=event.micro,
+                chunk=event.chunk,
+                turn=event.kind,
+                number=transfer.tag,
+                peer=target if kind == "send" else source,
+                way="rising" if source < target else "falling",
+            )
+        ]
 
     def receive(index: int) -> list[Op]:
         """Operations that post what event number `index` waits for."""
-        if index == len(order) or receives[index] is None:
+        if index == len(events) or receives[index] is None:
             return []
-        return [*load(order[index].micro), *message("receive", receives[index], order[index], True)]
+        return [*load(events[index].micro), *message("receive", receives[index], events[index])]
 
-    posted = receive(0)
-    for index, event in enumerate(order):
-        before, posted = [*posted, *load(event.micro), *receive(index + 1)], []
-        arrived = message("await receive", receives[index], event, True)
-        yield UnitTurn(-1, (*before, *arrived))
-        made = (make.forward if event.kind == "forward" else make.backward)(event, bool(arrived))
-        yield from (replace(turn, final=True) for turn in made) if learns and index == len(order) - 1 else made
-        after = message("send", pipeline.sends(layout, at.pp, event), event, False)
-        sent.extend(op._replace(kind="await send") for op in after)
-        if len(sent) > layout.pp:
-            after.append(sent.popleft())
-        if last[event.micro] == index:
-            after.append(Op("unload", number, micro=event.micro))
-        yield UnitTurn(-1, tuple(after))
-    yield UnitTurn(-1, tuple(sent))
+    # 2. A receive is posted before the event ahead of its own; a send is awaited when as many others as stages have followed.
+    first_receive = receive(0)
+    for index, event in enumerate(events):
+        posts = [*load(event.micro), *receive(index + 1)]
+        awaits = message("await receive", receives[index], event)
+        yield UnitTurn(-1, (*(first_receive if index == 0 else ()), *posts, *awaits))
+        unit_turns = (make_turns.forward if event.kind == "forward" else make_turns.backward)(event, bool(awaits))
+        is_final = learns and index == len(events) - 1
+        yield from (replace(turn, final=True) for turn in unit_turns) if is_final else unit_turns
+        ops = message("send", pipeline.sends(layout, view.at.pp, event), event)
+        unawaited_sends.extend(op._replace(kind="await send") for op in ops)
+        if len(unawaited_sends) > layout.pp:
+            ops.append(unawaited_sends.popleft())
+        if last_event[event.micro] == index:
+            ops.append(Op("unload", number, micro=event.micro))
+        yield UnitTurn(-1, tuple(ops))
+    yield UnitTurn(-1, tuple(unawaited_sends))
 
 
 class _Turns:
     """Turns of packs, whole or chunked: what they have in common is where gradients go."""
 
     def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool):
-        self.view, self.visit, self.number, self.closing = view, visit, number, closing
+        self.view = view
+        self.visit = visit
+        self.number = number
+        self.closing = closing
 
     def collect(self, unit: int, reduce: bool) -> Iterator[Op]:
         """Operations that add the gradients which a backward of `unit` left to their sums, and bring these home where `reduce`."""
@@ -167,8 +194,10 @@ class _Turns:
 
     def reduces(self, micro: int) -> bool:
         """Whether sums go home after a backward of this micro-batch."""
-        early, last = self.view.layout.zero >= 2, micro == self.visit.micros - 1
-        return (early and (last or self.view.layout.order != "vertical")) or (self.closing and last)
+        layout = self.view.layout
+        if micro == self.visit.micros - 1:
+            return self.closing or layout.zero >= 2
+        return layout.zero >= 2 and layout.order != "vertical"
 
     def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
         """Turns of a forward; `arrived`: what another stage computed goes before it."""
@@ -183,18 +212,21 @@ class _ScoringTurns(_Turns):
     """Turns of packs, whole or chunked, of which only the loss is wanted: nothing is kept."""
 
     def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
-        view, micro, chunk = self.view, event.micro, event.chunk if self.view.layout.chunk else -1
-        units, chunked = view.chunks[event.chunk], bool(view.layout.chunk)
-        if chunked and arrived:
+        micro = event.micro
+        layers = self.view.spec.layers
+        is_chunked = bool(self.view.layout.chunk)
+        chunk = event.chunk if is_chunked else -1
+        units = self.view.chunks[event.chunk]
+        if is_chunked and arrived:
             yield UnitTurn(-1, (Op("arrive", self.number, units[0], micro, chunk, "forward"),))
         for unit in units:
-            if unit > view.spec.layers:
-                blocks = (-1,) if chunked else range(self.visit.loss_blocks[micro])
+            if unit > layers:
+                blocks = (-1,) if is_chunked else range(self.visit.loss_blocks[micro])
                 yield UnitTurn(unit, tuple(Op("compute", self.number, unit, micro, chunk, "score", number=block) for block in blocks))
             else:
-                turn = "embed" if chunked and unit == 0 else "pass on"
+                turn = "embed" if is_chunked and unit == 0 else "pass on"
                 yield UnitTurn(unit, (Op("compute", self.number, unit, micro, chunk, turn, "block" if unit else "embed"),))
-        if chunked and units[-1] <= view.spec.layers:
+        if is_chunked and units[-1] <= layers:
             yield UnitTurn(-1, (Op("depart", self.number, units[-1], micro, chunk, "forward"),))
 
 
@@ -239,10 +271,10 @@ class _WholeTurns(_Turns):
             ops = []
 
     def _loss(self, unit: int, micro: int) -> Iterator[Op]:
-        blocks, reduce = self.visit.loss_blocks[micro], self.reduces(micro)
-        for block in range(blocks):
+        num_blocks = self.visit.loss_blocks[micro]
+        for block in range(num_blocks):
             yield Op("compute", self.number, unit, micro, turn="loss", number=block)
-            yield from self.collect(unit, reduce and block == blocks - 1)
+            yield from self.collect(unit, self.reduces(micro) and block == num_blocks - 1)
 
     def _recomputes(self, unit: int) -> bool:
         """Whether a unit's forward keeps no graph for its backward (arXiv 1604.06174). What recompute selective (2205.05198) computes
@@ -279,7 +311,8 @@ class _ChunkedTurns(_Turns):
     """Turns of packs that are computed chunk by chunk. Their events add gradients to sums as they come."""
 
     def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
-        units, view = self.view.chunks[event.chunk], self.view
+        view = self.view
+        units = view.chunks[event.chunk]
         if arrived:
             yield UnitTurn(-1, (Op("arrive", self.number, units[0], event.micro, event.chunk, "forward"),))
         for unit, turn in forward_turns(units, view.spec.layers, view.layout.every):
@@ -289,7 +322,8 @@ class _ChunkedTurns(_Turns):
             yield UnitTurn(-1, (Op("depart", self.number, units[-1], event.micro, event.chunk, "forward"),))
 
     def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
-        units, view = self.view.chunks[event.chunk], self.view
+        view = self.view
+        units = view.chunks[event.chunk]
         if arrived:
             yield UnitTurn(-1, (Op("arrive", self.number, units[-1], event.micro, event.chunk, "backward"),))
         for unit, turn in backward_turns(units, view.spec.layers, view.layout.every):
