@@ -67,19 +67,17 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False, cr
     from longshift.dist.world import launched, own_rank
 
     tell = say if own_rank() == 0 else silent
-    file, config = config, _read(config, overrides)
-    if resume and isinstance(file, Config):
-        named(config, tell)
+    run = _read(config, overrides)
+    if resume and isinstance(config, Config):
+        named(run, tell)
     elif resume:
-        config = going_on(config, Path(str(file)), overrides, tell)
-    if isinstance(config.layout, AutoLayout):
-        yield from _run_workers(config, resume, crowded)
-        return
-    config = with_choices(config, tell)
-    if config.world == 1 or launched():
-        yield from run_rank(config, prepare(config, resume, own_rank(), alone=not launched()), resume)
-    else:
-        yield from _run_workers(config, resume, crowded)
+        run = going_on(run, Path(str(config)), overrides, tell)
+    if not isinstance(run.layout, AutoLayout):
+        run = with_choices(run, tell)
+        if run.world == 1 or launched():
+            yield from run_rank(run, prepare(run, resume, own_rank(), alone=not launched()), resume)
+            return
+    yield from _run_workers(run, resume, crowded)
 
 
 def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
@@ -95,13 +93,15 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     """The same batch under the config's layout, or its groups of lengths, and under another layout, beside one process in float64: losses,
     gradients, weights, moments, and documents that leak; of each stage of the run. In processes on this machine, on its GPUs where there
     are, a rank each. Raises LongshiftError."""
-    run, other = _read(config, overrides), Layout.parse(against) if isinstance(against, str) else against
+    run = _read(config, overrides)
+    if isinstance(against, str):
+        against = Layout.parse(against)
     stages = []
     for part in run.parts:
-        legal.check(part.spec, other, None, part.data.max_len, float8=part.formats.float8)
-        (edge,) = with_choices(part.model_copy(update={"layout": other}), say).edges
+        legal.check(part.spec, against, None, part.data.max_len, float8=part.formats.float8)
+        (against_edge,) = with_choices(part.model_copy(update={"layout": against}), say).edges
         part = with_choices(part, say)
-        stages.append((part, [[edge.use for edge in part.edges], [edge.use]]))
+        stages.append((part, [[edge.use for edge in part.edges], [against_edge.use]]))
     from longshift.dist.world import own_device
     from longshift.trainer.check_run import check as compare
 
@@ -158,12 +158,12 @@ def make_plan(
 
     cluster = cluster_named(on, fabric) if on else this_machine(core_count(), tell)
     if isinstance(lengths, str | Path):
-        given = read_lengths(Path(lengths))
+        corpus = read_lengths(Path(lengths))
     else:
-        given = Lengths.from_array(open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths))
+        corpus = Lengths.from_array(open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths))
     if on and (note := other_ranks(run, cluster)):
         tell(note)
-    return search(task_of(run, cluster, given, all_devices=on is not None), progress)
+    return search(task_of(run, cluster, corpus, all_devices=on is not None), progress)
 
 
 def calibrate(run: str | Path, *, on: str | None = None, to: str | Path | None = None) -> CalibrationResult:
@@ -171,12 +171,13 @@ def calibrate(run: str | Path, *, on: str | None = None, to: str | Path | None =
     where `to` is not given. `on`: what it trained on, as in "8xH100", or a file of `longshift profile -o`; this machine where not given.
     Raises LongshiftError."""
     folder = Path(run)
-    config, file = read_config(folder), Path(to) if to else folder / "cluster.json"
+    config = read_config(folder)
+    file = Path(to) if to else folder / "cluster.json"
     from longshift.trainer.measured import calibrated
 
-    found = calibrated(folder, config, cluster_named(on) if on else this_machine(config.world, say))
-    save_cluster(found.cluster, file)
-    return found.result(file)
+    calibration = calibrated(folder, config, cluster_named(on) if on else this_machine(config.world, say))
+    save_cluster(calibration.cluster, file)
+    return calibration.result(file)
 
 
 def export(run: str | Path, to: str | Path, *, best: bool = False, precision: WeightFormat | None = None, merge: bool = False) -> Exported:
@@ -184,7 +185,8 @@ def export(run: str | Path, to: str | Path, *, best: bool = False, precision: We
     adapters, the adapters alone as a folder of PEFT. `best`: the checkpoint with the lowest validation loss. `precision`: of the weights;
     that of the model folder that the run began with where not given, else float32. `merge`: adapters are added to the weights that they
     are beside. Raises LongshiftError."""
-    run, to = Path(run), Path(to)
+    run = Path(run)
+    to = Path(to)
     config = read_config(run)
     from longshift.trainer.export import export as write
 
@@ -196,14 +198,14 @@ def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport,
     """What runs have done, in numbers; with `to`, also as an HTML file. Raises LongshiftError."""
     from longshift.reports.read import read_run
 
-    found = tuple(read_run(Path(run)) for run in runs)
+    reports = tuple(read_run(Path(run)) for run in runs)
     if to is not None:
         try:
             from longshift.reports.page import write
         except ImportError as fault:
             raise errors.UsageError(f"{fault.name} is not installed, which draws reports: pip install 'longshift[report]'") from None
-        write(found, Path(to))
-    return found
+        write(reports, Path(to))
+    return reports
 
 
 def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
@@ -244,8 +246,8 @@ def with_choices(config: Config, tell: Say) -> Config:
 
 def this_machine(ranks: int, tell: Say) -> Cluster:
     """What is known of this machine: its profile; else it is measured now, quickly."""
-    if found := profile_of_host(ranks) or profile_of_host(1):
-        return found
+    if profile := profile_of_host(ranks) or profile_of_host(1):
+        return profile
     tell("this machine was not measured; longshift profile --quick does now")
     from longshift.profile.run import measure_here
 
@@ -265,9 +267,10 @@ def run_rank(
     from longshift.dist.world import own_rank
     from longshift.trainer import loop
 
-    log, ok = MetricsLog(folder.metrics), False
+    log = MetricsLog(folder.metrics)
     names = config.save.trackers if own_rank() == 0 else ()
     trackers = Trackers({name: open_tracker(name, folder.path, config.save.project) for name in names}, config.model_dump(mode="json"))
+    ok = False
 
     def record(step: StepMetrics) -> None:
         log.write(step)
@@ -285,25 +288,28 @@ def run_rank(
 
 def _run_workers(config: Config, resume: bool, crowded: bool) -> Iterator[StepMetrics]:
     """The steps of `longshift train` in a process of its own, whose JSON lines are read back."""
-    with temporary_folder() as place:
-        file = place / "config.yaml"
+    with temporary_folder() as folder:
+        file = folder / "config.yaml"
         with written(str(file)):
             file.write_text(config.to_yaml(), encoding="utf-8")
-        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json", *["--crowded"] * crowded]
-        command += [*named(config, silent), "--resume"] if resume else []
+        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json"]
+        if crowded:
+            command.append("--crowded")
+        if resume:
+            command += [*named(config, silent), "--resume"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert child.stdout is not None
-        last = {}
+        row = {}
         try:
             for line in child.stdout:
-                last = json.loads(line)
-                if "step" in last:
-                    yield StepMetrics.from_json(last)
-        finally:
+                row = json.loads(line)
+                if "step" in row:
+                    yield StepMetrics.from_json(row)
+        finally:  # a caller that leaves the loop stops the run, which saves
             if child.poll() is None:
                 child.send_signal(signal.SIGINT)
             child.communicate()
             code = child.returncode
-    if code:
-        kind = getattr(errors, last.get("kind", ""), LongshiftError)
-        raise kind(last.get("error", f"longshift train ended with exit code {code}"))
+    if code:  # the last row is the error
+        kind = getattr(errors, row.get("kind", ""), LongshiftError)
+        raise kind(row.get("error", f"longshift train ended with exit code {code}"))

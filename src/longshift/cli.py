@@ -71,13 +71,13 @@ def init(
     """
     from longshift.starter import notes, starter, write_new
 
-    text, told = starter(model, data), notes(model)
+    text = starter(model, data)
     if to is not None:
         write_new(text, to)
     if json:
-        print(jsonlib.dumps({"config": text, "file": str(to) if to else None, "notes": told}))
+        print(jsonlib.dumps({"config": text, "file": str(to) if to else None, "notes": notes(model)}))
         return
-    for note in told:
+    for note in notes(model):
         say(note)
     if to is None:
         print(text, end="")
@@ -107,7 +107,8 @@ def train(
     """
     from longshift.config_file import load_config
 
-    run, (rank, world) = load_config(config, overrides), _place()
+    run = load_config(config, overrides)
+    rank, world = _place()
 
     from rich.console import Console
 
@@ -121,21 +122,25 @@ def train(
     from longshift.trainer.interrupt import ENDING, Interrupt
     from longshift.trainer.plan_file import keep
     from longshift.trainer.resumed import going_on
-    from longshift.trainer.run_folder import RunFolder, prepare, summarize_run
+    from longshift.trainer.run_folder import RunFolder, prepare
 
-    several = world is None and (isinstance(run.layout, AutoLayout) or run.world > 1)
-    with Seed(_load, _work) if several and not explain and forks_ranks() else nullcontext() as seed:
+    # 1. A process that ranks are forked from imports what they need, while this one finds out what runs.
+    may_start_ranks = world is None and (isinstance(run.layout, AutoLayout) or run.world > 1)
+    with Seed(_load, _work) if may_start_ranks and not explain and forks_ranks() else nullcontext() as seed:
         console = Console(highlight=False)
         header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
         header.begin(run, config)
         resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
-        run = going_on(run, config, overrides, say if rank == 0 else silent) if resume else run
-        run, plan = _planned(run)
+        if resume:
+            run = going_on(run, config, overrides, say if rank == 0 else silent)
+        run, plan = _resolve_layout(run)
         run = api.with_choices(run, say)
         if explain:
             for explanation in api.explain(run, per_node=_per_node(run.world)):
                 print_result(explanation, json)
             return
+
+        # 2. The run folder, and what a person is shown of the run.
         trace = None if trace is None else writable(trace)
         if world is not None:
             _check_under_launcher(run, world)
@@ -145,6 +150,8 @@ def train(
         if world is None and (header.shown or run.world > 1):
             header.data(run, api.open_tokens(run, verify=False).lengths)  # the ranks verify
         header.run(run, plan, folder, resume)
+
+        # 3. Train: in ranks that start here, or as one of a launcher's.
         if world is None and run.world > 1:
             _launch(run, folder, resume, json, trace, seed, crowded)
         else:
@@ -153,16 +160,11 @@ def train(
             stop = Interrupt(*ENDING, say=say if rank == 0 else silent)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
                 stop.end_with_launcher()
-            _run_told(run, folder, rank, resume, json, stop, trace)
-    finished = True
-    if rank == 0:
-        with read_or_not():
-            summary = summarize_run(run, folder)
-            finished = summary.finished
-            print_result(summary, json)
+            _run_unsupervised(run, folder, rank, resume, json, stop, trace)
+    is_finished = rank != 0 or _print_summary(run, folder, json)
     if world is not None:
         _leave(0)
-    if not finished:
+    if not is_finished:
         sys.exit(INTERRUPTED)
 
 
@@ -265,15 +267,16 @@ def plan(
     from longshift.trainer.auto_plan import write_config, write_trace
 
     trace = None if trace is None else writable(trace)
-    found = api.make_plan(run, on, fabric, lengths, say, silent if json else say)
-    if trace is not None and found.choice.best is not None:
-        write_trace(found.choice.best, trace)
+    plan = api.make_plan(run, on, fabric, lengths, say, silent if json else say)
+    best = plan.choice.best
+    if trace is not None and best is not None:
+        write_trace(best, trace)
     if html is not None:
-        _plots("longshift.trainer.plan_plots").write_html(found, html)
+        _plots("longshift.trainer.plan_plots").write_html(plan, html)
     if emit is not None:
-        write_config(run, found, emit)
-    print_result(found.result(), json)
-    if found.choice.best is None:
+        write_config(run, plan, emit)
+    print_result(plan.result(), json)
+    if best is None:
         sys.exit(UsageError.exit_code)
 
 
@@ -343,8 +346,11 @@ def report(
     from longshift import api
 
     file = to or (None if json else Path("longshift-report.html") if more else run / "report.html")
-    found = api.report(run, *more, to=file)
-    print(jsonlib.dumps({"runs": [one.to_json() for one in found]}) if json else f"wrote {file}")
+    reports = api.report(run, *more, to=file)
+    if json:
+        print(jsonlib.dumps({"runs": [run_report.to_json() for run_report in reports]}))
+    else:
+        print(f"wrote {file}")
 
 
 @app.command
@@ -373,17 +379,17 @@ def profile(
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    found = measure_here(_per_node(world or 1), quick, fresh, say if rank == 0 else silent)
+    cluster = measure_here(_per_node(world or 1), quick, fresh, say if rank == 0 else silent)
     if rank != 0:
         return
     if output is not None:
-        files.save(found, output)
+        files.save(cluster, output)
     if html is not None:
-        _plots("longshift.profile.plots").write_html(found, html)
+        _plots("longshift.profile.plots").write_html(cluster, html)
     if json:
-        print(jsonlib.dumps(files.encode(found)))
+        print(jsonlib.dumps(files.encode(cluster)))
     else:
-        show_profile(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+        show_profile(cluster, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
 def _plots(module: str) -> Any:
@@ -398,8 +404,15 @@ def _launch(run: "Config", folder: "RunFolder", resume: bool, json: bool, trace:
     """Train in ranks of this machine, forked from `seed` where there is one."""
     from longshift.trainer.launch import launch
 
-    words = ["worker", str(folder.path), *["--resume"] * resume, *["--json"] * json, *(["--trace", str(trace)] if trace else [])]
-    command = words if seed else [sys.executable, "-m", "longshift.cli", *words]
+    command = ["worker", str(folder.path)]
+    if resume:
+        command.append("--resume")
+    if json:
+        command.append("--json")
+    if trace:
+        command += ["--trace", str(trace)]
+    if not seed:
+        command = [sys.executable, "-m", "longshift.cli", *command]
     launch(command, run.world, folder, say=say, stall_timeout_s=run.train.stall_timeout, crowded=crowded, held=True, seed=seed)
 
 
@@ -418,8 +431,8 @@ def _work(words: Sequence[str]) -> None:
     main()
 
 
-def _planned(run: "Config") -> "tuple[Config, PlanFile | None]":
-    """With `layout: auto` chosen for this machine and the run's corpus, and the plan."""
+def _resolve_layout(run: "Config") -> "tuple[Config, PlanFile | None]":
+    """The run with `layout: auto` chosen for this machine and the run's corpus, and the plan. Raises UsageError under a launcher."""
     from longshift import api
     from longshift.layout.auto_layout import AutoLayout
     from longshift.workload.given import Lengths
@@ -427,8 +440,9 @@ def _planned(run: "Config") -> "tuple[Config, PlanFile | None]":
     if not isinstance(run.layout, AutoLayout):
         return run, None
     if _place()[1] is not None:
-        why = "layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE"
-        raise UsageError(f"{why}\n{_place_in_words()}")
+        raise UsageError(
+            f"layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE\n{_place_in_words()}"
+        )
     from longshift.trainer.auto_plan import resolve_layout
 
     return resolve_layout(run, lambda ranks: api.this_machine(ranks, say), lambda: Lengths.from_array(api.open_tokens(run).lengths), say)
@@ -446,10 +460,12 @@ def _run(run: "Config", folder: "RunFolder", rank: int, resume: bool, json: bool
                 display.show(step)
 
 
-def _run_told(run: "Config", folder: "RunFolder", rank: int, *how: Any) -> None:
-    """`_run`, where no launcher looks after it: a failure is told in its own class."""
+def _run_unsupervised(
+    run: "Config", folder: "RunFolder", rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None
+) -> None:
+    """`_run`, where no process of ours looks after it: a failure is raised in the class of its cause."""
     try:
-        _run(run, folder, rank, *how)
+        _run(run, folder, rank, resume, json, stop, trace)
     except Exception as fault:
         from longshift.trainer.launch import rank_error
         from longshift.trainer.run_folder import write_cause
@@ -462,6 +478,19 @@ def _run_told(run: "Config", folder: "RunFolder", rank: int, *how: Any) -> None:
         raise error from fault
 
 
+def _print_summary(run: "Config", folder: "RunFolder", json: bool) -> bool:
+    """Print where the run is. Whether it is finished, as far as that could be read and printed."""
+    from longshift.command_results import print_result
+    from longshift.trainer.run_folder import summarize_run
+
+    is_finished = True
+    with read_or_not():
+        summary = summarize_run(run, folder)
+        is_finished = summary.finished
+        print_result(summary, json)
+    return is_finished
+
+
 def _leave(code: int) -> NoReturn:
     """End a rank at once: gloo's own orderly shutdown now and then aborts or hangs, and would fail a run that has succeeded."""
     with read_or_not():
@@ -472,7 +501,8 @@ def _leave(code: int) -> NoReturn:
 
 def _place() -> tuple[int, int | None]:
     """Rank and world size that a launcher put into the environment; (0, None) where there is none."""
-    rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    rank = os.environ.get("RANK")
+    world = os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return 0, None
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
@@ -482,10 +512,9 @@ def _place() -> tuple[int, int | None]:
 
 def _place_in_words() -> str:
     """Which variables say how many ranks there are."""
-    rank, world = (os.environ[name] for name in ("RANK", "WORLD_SIZE"))
     return (
-        f"The environment says so: RANK is {rank} and WORLD_SIZE {world}, as a launcher sets them, and a job of one pod too. "
-        "To start all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
+        f"The environment says so: RANK is {os.environ['RANK']} and WORLD_SIZE {os.environ['WORLD_SIZE']}, as a launcher sets them, and a "
+        "job of one pod too. To start all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
     )
 
 
@@ -522,25 +551,25 @@ def main() -> None:
             app(words(sys.argv[1:]), exit_on_error=False, print_error=False)
             sys.stdout.flush()  # a full device is told while there is somebody to tell
     except (LongshiftError, CycloptsError) as fault:
-        _tell(fault)
+        _print_fault(fault)
     except KeyboardInterrupt:
         say("stopped")
         _end(INTERRUPTED)
     except Warning as fault:
-        _tell(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
+        _print_fault(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
     except Exception as fault:
         if lacks_memory(fault):
-            _tell(OutOfMemoryError(f"this process gets no more memory ({str(fault) or 'MemoryError'}){address_space()}"))
+            _print_fault(OutOfMemoryError(f"this process gets no more memory ({str(fault) or 'MemoryError'}){address_space()}"))
         if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):
             traceback.print_exc()
             _end(1)
         if fault.errno in NO_ROOM:  # it may be standard output that has none
             say(str(refused(fault)))
             _end(OutOfMemoryError.exit_code)
-        _tell(refused(fault))
+        _print_fault(refused(fault))
 
 
-def _tell(fault: LongshiftError | CycloptsError) -> NoReturn:
+def _print_fault(fault: LongshiftError | CycloptsError) -> NoReturn:
     """Print a person's error and end with its code."""
     code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
     if "--json" in sys.argv:

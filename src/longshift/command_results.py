@@ -84,10 +84,14 @@ class CorpusFacts(CommandResult):
         yield self._cap_table()
         if self.sample is not None and self.learned is not None:
             is_terminal = Console().is_terminal
-            begin, end = ("", "") if is_terminal else ("[[", "]]")
-            how = "in green" if is_terminal else "in [[ ]]"
-            yield f"\n{self.learned:,} tokens are learned ({self.learned / self.tokens:.1%}), here {how}:\n"
-            yield Text.assemble(*((begin + text + end, "green") if learned else (text, "dim") for text, learned in self.sample))
+            mark = "in green" if is_terminal else "in [[ ]]"
+            yield f"\n{self.learned:,} tokens are learned ({self.learned / self.tokens:.1%}), here {mark}:\n"
+            sample = Text()
+            for text, is_learned in self.sample:
+                if is_learned and not is_terminal:  # where nobody sees colors
+                    text = f"[[{text}]]"
+                sample.append(text, "green" if is_learned else "dim")
+            yield sample
 
     def _length_table(self) -> Table:
         table = Table("length", "documents", "tokens", "share of tokens", box=None)
@@ -153,9 +157,11 @@ class Checked(CommandResult):
         has_stages = len({row.stage for row in self.rows}) > 1
         table = Table(*["stage"] * has_stages, "layout", "as", "loss", "gradients", "weights", "moments", "leaked", box=None)
         for row in self.rows:
-            differences = (f"{difference:.1e}" for difference in (row.loss, row.grad, row.weight, row.optimizer))
-            leaked = f"{row.leaked_positions} of {row.probed_positions}"
-            table.add_row(*[str(row.stage)] * has_stages, row.layout, row.computed, *differences, leaked)
+            cells = [str(row.stage)] * has_stages
+            cells += [row.layout, row.computed]
+            cells += [f"{difference:.1e}" for difference in (row.loss, row.grad, row.weight, row.optimizer)]
+            cells.append(f"{row.leaked_positions} of {row.probed_positions}")
+            table.add_row(*cells)
         yield table
         for line in self.not_exercised:
             yield f"not exercised: {line}"
@@ -207,8 +213,15 @@ class MemoryCheck(CommandResult):
         yield ""
         differences = Table("rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike", box=None)
         for row in self.differences:
-            sizes = (f"{size:,}" for size in (row.recorded or 0, row.predicted or 0, row.difference, row.alike))
-            differences.add_row(str(row.rank), str(row.number), row.op, *sizes)
+            differences.add_row(
+                str(row.rank),
+                str(row.number),
+                row.op,
+                f"{row.recorded or 0:,}",
+                f"{row.predicted or 0:,}",
+                f"{row.difference:,}",
+                f"{row.alike:,}",
+            )
         yield differences
 
 
@@ -350,12 +363,13 @@ class CalibrationResult(CommandResult):
 
     def parts(self) -> Iterator[RenderableType]:
         """Sentences."""
-        first, last = self.rows[0].step, self.rows[-1].step
-        yield f"{len(self.rows)} steps, {first} to {last}, under {', '.join(self.layouts)}, on {self.cluster}"
+        span = f"{self.rows[0].step} to {self.rows[-1].step}"
+        yield f"{len(self.rows)} steps, {span}, under {', '.join(self.layouts)}, on {self.cluster}"
         for name, value in self.constants.items():
-            yield f"  {name:<10} {value:.2f} times the " + ("seconds that it takes" if name == "launch" else "rate") + " alone"
-        before, held_back = self.errors["before"], self.errors["held_back"]
-        yield f"a step is off by {before:.1%} without these, by {held_back:.1%} with those of the other steps"
+            quantity = "seconds that it takes" if name == "launch" else "rate"
+            yield f"  {name:<10} {value:.2f} times the {quantity} alone"
+        errors = self.errors
+        yield f"a step is off by {errors['before']:.1%} without these, by {errors['held_back']:.1%} with those of the other steps"
         yield f"band: {self.band:.1%} either way"
         yield f"wrote {self.file}; plan by it with: longshift plan CONFIG --on {self.file}"
 
@@ -381,9 +395,9 @@ class RunSummary(CommandResult):
 
     def parts(self) -> Iterator[RenderableType]:
         """Lines under names, as the header has them."""
-        how = "ended early, for validation becomes no better," if self.early else "finished" if self.finished else "stopped"
-        first, last = (math.nan if loss is None else loss for loss in (self.first_loss, self.last_loss))
-        yield f"run     {self.shown}: {how} at step {self.steps} of {self.planned_steps}, loss {first:.3f} -> {last:.3f}"
+        status = "ended early, for validation becomes no better," if self.early else "finished" if self.finished else "stopped"
+        first_loss, last_loss = (math.nan if loss is None else loss for loss in (self.first_loss, self.last_loss))
+        yield f"run     {self.shown}: {status} at step {self.steps} of {self.planned_steps}, loss {first_loss:.3f} -> {last_loss:.3f}"
         if self.best_step is not None:
             yield f"valid   loss {self.best_loss:.4f} after step {self.best_step} is the lowest; export that step with --best"
         yield f"export  {self.export}"

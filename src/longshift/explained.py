@@ -18,17 +18,16 @@ from longshift.layout.placement import buckets
 from longshift.spec.formats import EIGHT_BITS, Format
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
-from longshift.switch.plan import Plan
 from longshift.switch.traffic import Traffic, traffic
 from longshift.weigh.needs import Need, StepShape, most, needs
 from longshift.weigh.recorder import Transport
 
-INSERTED = {  # what a layout adds to a model, by communicator
+INSERTED = {  # by communicator, what a layout adds to a model
     **{axis.name: axis.traffic for axis in AXES},
     "rising": "pipeline: to later stages",
     "falling": "pipeline: to earlier stages",
 }
-MOST_NAMES = 4  # of what is alive at a peak
+MAX_NAMES = 4  # of what is alive at a peak
 
 
 class Explained(CommandResult):
@@ -67,49 +66,56 @@ class Explanation(CommandResult):
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as JSON, without seconds of a switch where links are assumed."""
-        found = super().to_json()
-        for group in found["groups"] if self.links.origin == "assumed" else ():
-            for moved in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
-                del moved["bound_s"], moved["overlapped_s"], moved["in_order_s"]
-        return found
+        values = super().to_json()
+        if self.links.origin == "assumed":
+            for group in values["groups"]:
+                for group_traffic in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
+                    del group_traffic["bound_s"], group_traffic["overlapped_s"], group_traffic["in_order_s"]
+        return values
 
     def parts(self) -> Iterator[RenderableType]:
         """The step in lines."""
         yield str(self)
 
     def __str__(self) -> str:
-        lies = f", in {self.home_in}" * (self.home_in != "device")
+        is_away = self.home_in != "device"
+        tiers = f", in {self.home_in}" if is_away else ""
         lines = [
-            f"home is cut as {self.home}{lies}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks"
+            f"home is cut as {self.home}{tiers}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks",
+            f"links: {self.links}",
         ]
-        lines += [f"links: {self.links}"]
         for number, group in enumerate(self.groups, 1):
-            packs = f", in packs of up to {format_size(group.pack)}" if group.pack != group.upto else ""
-            lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens{packs}: {group.layout}"]
-            lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic, self.links)]
-            for name, what in INSERTED.items():
-                if size := group.sent.get(name):
-                    lines.append(f"   inserted   {what}: {_size(size)} out of rank {group.need.rank} for a pack")
-            if moved := {way: size for way, size in group.moved.items() if not way.startswith("home")}:
-                lines.append(f"   tiers      {_size(moved['put'])} out and {_size(moved['fetched'])} in, for a pack")
-            lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
-            lines += [f"   pruned     {text}" for text in group.pruned]
-            lines += told(group.need) if len(self.groups) > 1 else []
-        late = ", unit by unit under the forward of the next step" * (self.home_in != "device")
-        early = "; most of what is on disk, under the backward before the norm, and again where that clips" * self.early
+            lines += ["", *self._group_lines(number, group)]
+        late = ", unit by unit under the forward of the next step" if is_away else ""
+        early = "; most of what is on disk, under the backward before the norm, and again where that clips" if self.early else ""
         lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home{late}{early}"]
-        lines += [self.matmuls] if self.matmuls else []
-        return "\n".join([*lines, *told(self.need)])
+        if self.matmuls:
+            lines.append(self.matmuls)
+        return "\n".join([*lines, *_need_lines(self.need)])
+
+    def _group_lines(self, number: int, group: Explained) -> Iterator[str]:
+        packs = f", in packs of up to {format_size(group.pack)}" if group.pack != group.upto else ""
+        yield f"{number}. documents of up to {format_size(group.upto)} tokens{packs}: {group.layout}"
+        yield f"   weights    {group.weights}"
+        yield from _traffic_lines(group.weights_traffic, self.links)
+        for name, collective in INSERTED.items():
+            if size := group.sent.get(name):
+                yield f"   inserted   {collective}: {_size(size)} out of rank {group.need.rank} for a pack"
+        if "put" in group.moved:
+            yield f"   tiers      {_size(group.moved['put'])} out and {_size(group.moved['fetched'])} in, for a pack"
+        yield f"   gradients  {group.gradients}"
+        yield from _traffic_lines(group.gradients_traffic, self.links)
+        yield from (f"   pruned     {text}" for text in group.pruned)
+        if len(self.groups) > 1:
+            yield from _need_lines(group.need)
 
 
-def told(need: Need) -> list[str]:
-    """A rank's need of memory in lines: the peak of each place, the operation it is reached in, what is alive then."""
-    lines = []
+def _need_lines(need: Need) -> Iterator[str]:
+    """A rank's need of memory: the peak of each place, the operation it is reached in, what is alive then."""
     for place, peak in sorted(need.weighed.peaks.items()):
-        rows = ", ".join(f"{name} {_size(size)}" for name, size in peak.alive[:MOST_NAMES])
+        alive = ", ".join(f"{name} {_size(size)}" for name, size in peak.alive[:MAX_NAMES])
         name = "memory" if place == "device" else place
-        lines.append(f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {rows}")
-    return lines
+        yield f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {alive}"
 
 
 def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
@@ -137,104 +143,113 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
     """Explain what one training step of `config` does, on machines with `per_node` ranks and the links of `cluster`, as `itinerary` takes
     them; on GPUs or, where not `gpus`, on CPUs. Seconds of a switch are said where links are known."""
     shape = shape_of(config, per_node, cluster)
-    way, formats = shape.itinerary, shape.formats
+    itinerary = shape.itinerary
+    formats = shape.formats
     transport: Transport = "nccl" if gpus else "gloo"
-    where = transport, not gpus
-    edges = [config.edges[i] for i in way.order(tuple(edge.use for edge in config.edges))]
+    edges = [config.edges[i] for i in itinerary.order(tuple(edge.use for edge in config.edges))]
     groups = []
     for number, edge in enumerate(edges):
-        cut = way.cuts[edge.use]
-        before = edges[number - 1].use if number else None
-        later = [e.use for e in edges[number + 1 :] if way.cuts[e.use] == cut]
-        weights, coming, pruned = _weights(way, cut, before, formats, edge.use)
-        gradients, going = _gradients(way, cut, later, formats, edge.use)
+        # 1. How weights come and sums go, and what another group makes unnecessary.
+        cut = itinerary.cuts[edge.use]
+        previous = edges[number - 1].use if number else None
+        later = [e.use for e in edges[number + 1 :] if itinerary.cuts[e.use] == cut]
+        weights, weights_traffic, pruned = _weights(itinerary, cut, previous, formats, edge.use)
+        gradients, gradients_traffic = _gradients(itinerary, cut, bool(later), formats, edge.use)
         if later:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
-        need = most(needs(shape, [edge], *where))
-        pack = shape.of_one_pack(edge, need.rank, *where)
+
+        # 2. What the rank that needs most memory needs and sends.
+        need = most(needs(shape, [edge], transport, not gpus))
+        pack = shape.of_one_pack(edge, need.rank, transport, not gpus)
         explained = Explained(
             layout=str(edge.use),
             upto=edge.upto,
             pack=edge.pack,
             weights=weights,
-            weights_traffic=coming,
+            weights_traffic=weights_traffic,
             sent=pack.sent,
             moved=pack.moved,
             gradients=gradients,
-            gradients_traffic=going,
+            gradients_traffic=gradients_traffic,
             pruned=tuple(pruned),
             need=need,
         )
         groups.append(explained)
-    whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
+    step_need = most(needs(shape, edges, transport, not gpus)) if len(edges) > 1 else groups[0].need
     return Explanation(
-        home=str(way.home),
+        home=str(itinerary.home),
         home_in=str(shape.home_in),
-        links=way.links,
+        links=itinerary.links,
         groups=tuple(groups),
-        need=whole,
-        optimizer=_updating(config),
-        early=bool(shape.steps(whole.rank).early),
+        need=step_need,
+        optimizer=_optimizer_text(config),
+        early=bool(shape.steps(step_need.rank).early),
         matmuls=EIGHT_BITS if formats.float8 else None,
     )
 
 
-def _updating(config: Config) -> str:
+def _optimizer_text(config: Config) -> str:
     packed = config.home.moments
-    return f"{config.train.rule}" + f", unit by unit, whose moments are {packed} before and after" * (packed != "float32")
+    if packed == "float32":
+        return str(config.train.rule)
+    return f"{config.train.rule}, unit by unit, whose moments are {packed} before and after"
 
 
-def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, layout: Layout) -> tuple[str, Traffic | None, list[str]]:
+def _weights(
+    itinerary: Itinerary, cut: Cut, previous: Layout | None, formats: Format, layout: Layout
+) -> tuple[str, Traffic | None, list[str]]:
+    """How the weights of a group come, the traffic of a switch, and what is not done because layout `previous` has done it."""
+    if previous is not None and itinerary.cuts[previous] == cut:
+        return f"here already: the copies of {previous}", None, ["no gather, no cast: the copies are shared"]
     cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
-    coded = ", coded in float8 at the source" * (formats.wire.weights == "float8")
-    if before is not None and way.cuts[before] == cut:
-        return f"here already: the copies of {before}", None, ["no gather, no cast: the copies are shared"]
+
+    # 1. From home, by gathers.
     if cut.at_home:
-        sharded = [b for b in buckets(way.spec, way.home) if b.sharded]
-        when = "each unit before its use, the next meanwhile, dropped after" if layout.zero == 3 else "once a step, unit by unit"
-        if not sharded:
+        num_sharded = sum(bucket.sharded for bucket in buckets(itinerary.spec, itinerary.home))
+        if not num_sharded:
             return f"home's own{cast}", None, ["no gather: every rank keeps what it computes with"]
-        return f"all-gather of {len(sharded)} fused buckets from home, {when}{coded or cast}", None, []
-    source = way.source(before) if before is not None else None
-    plan = way.weights(source, cut)
-    origin = f"home and the copies of {before}" if source else "home"
-    what = "rows, gathered unit by unit" if cut.side == "rows" else "copies"
+        when = "each unit before its use, the next meanwhile, dropped after" if layout.zero == 3 else "once a step, unit by unit"
+        conversion = ", coded in float8 at the source" if formats.wire.weights == "float8" else cast
+        return f"all-gather of {num_sharded} fused buckets from home, {when}{conversion}", None, []
+
+    # 2. By a switch.
+    source = itinerary.source(previous) if previous is not None else None
+    plan = itinerary.weights(source, cut)
+    origin = f"home and the copies of {previous}" if source else "home"
+    copies = "rows, gathered unit by unit" if cut.side == "rows" else "copies"
     pruned = []
-    if kept := _kept_bytes(plan):
-        pruned = [f"{_size(kept)} of all ranks' wanted weights are where they are wanted already"]
+    if present_bytes := sum(int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights):
+        pruned = [f"{_size(present_bytes)} of all ranks' wanted weights are where they are wanted already"]
     exchanges = f"{plan.exchanges} exchange{'s' * (plan.exchanges > 1)}"
-    return f"switch: {what} from {origin}, {plan.planner}, {exchanges}{cast}", traffic(plan), pruned
+    return f"switch: {copies} from {origin}, {plan.planner}, {exchanges}{cast}", traffic(plan), pruned
 
 
-def _gradients(way: Itinerary, cut: Cut, later: list[Layout], formats: Format, layout: Layout) -> tuple[str, Traffic | None]:
-    home, sent = formats.home, formats.wire.gradients
+def _gradients(itinerary: Itinerary, cut: Cut, stays: bool, formats: Format, layout: Layout) -> tuple[str, Traffic | None]:
+    """How the gradient sums of a group go home, and the traffic of a switch. `stays`: whether a later group adds to them."""
+    home = formats.home
+    if stays:
+        return f"summed in {home} on each rank", None
+    sent = formats.wire.gradients
     coded = f"all-to-all of pieces in {sent}, added in {home} at their owner" if sent != "float32" else ""
     when = "after every backward" if layout.zero >= 2 else "after the last backward"
-    if later:
-        return f"summed in {home} on each rank", None
     if cut.at_home:
-        if way.home.world == 1:
+        if itinerary.home.world == 1:
             return f"added to home's in {home}, as they come", None
-        sharded = any(b.sharded for b in buckets(way.spec, way.home))
-        if coded and sharded:
+        is_sharded = any(bucket.sharded for bucket in buckets(itinerary.spec, itinerary.home))
+        if coded and is_sharded:
             return f"{coded}, unit by unit {when}", None
-        return f"{'reduce-scatter' if sharded else 'all-reduce'} into home in {home}, unit by unit {when}", None
-    first = f"{coded or 'reduce-scatter to rows'} {when}, then " if cut.side == "rows" else ""
-    kept = f"; wire is for reductions, a switch sends {home}" * formats.wire.coded
-    return f"{first}home by the plan that would bring the weights, backwards, added in {home}{kept}", traffic(way.sums(cut))
+        return f"{'reduce-scatter' if is_sharded else 'all-reduce'} into home in {home}, unit by unit {when}", None
+    reduction = f"{coded or 'reduce-scatter to rows'} {when}, then " if cut.side == "rows" else ""
+    note = f"; wire is for reductions, a switch sends {home}" if formats.wire.coded else ""
+    return f"{reduction}home by the plan that would bring the weights, backwards, added in {home}{note}", traffic(itinerary.sums(cut))
 
 
-def _kept_bytes(plan: Plan) -> int:
-    return sum(int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights)
-
-
-def _moved(moved: Traffic | None, links: Links) -> list[str]:
-    if moved is None:
-        return []
-    seconds = f", {moved.overlapped_s:.3g} s where nothing is computed meanwhile" if links.origin != "assumed" else ""
-    return [f"              {_size(moved.intra_node_bytes)} inside nodes, {_size(moved.inter_node_bytes)} between them{seconds}"]
+def _traffic_lines(switch: Traffic | None, links: Links) -> Iterator[str]:
+    if switch is not None:
+        seconds = f", {switch.overlapped_s:.3g} s where nothing is computed meanwhile" if links.origin != "assumed" else ""
+        yield f"              {_size(switch.intra_node_bytes)} inside nodes, {_size(switch.inter_node_bytes)} between them{seconds}"
 
 
 def _size(size: float) -> str:

@@ -13,10 +13,10 @@ from yaml.events import AliasEvent, CollectionEndEvent, DocumentStartEvent, Even
 
 from longshift.errors import UsageError
 
-MOST_BYTES = 1 << 18  # 256 KiB: a config is a page or two, and the parser takes a second for so much
-MOST_VALUES = 10_000
-MOST_DEPTH = 32
-MOST_DIGITS = 300  # more are no float either
+MAX_BYTES = 1 << 18  # 256 KiB: a config is a page or two, and the parser takes a second for so much
+MAX_VALUES = 10_000
+MAX_DEPTH = 32
+MAX_DIGITS = 300  # more are no float either
 
 _WORDS = {"": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
@@ -26,7 +26,7 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Written:
+class YamlDocument:
     """A value, and where its parts stand: the line of each key path, and the key paths that a mapping gives again."""
 
     value: Any
@@ -34,10 +34,10 @@ class Written:
     twice: list[tuple[tuple, int]]
 
 
-def read_yaml(text: str, name: str) -> Written:
+def read_yaml(text: str, name: str) -> YamlDocument:
     """The one document of a text. Raises UsageError that names the line; `name` stands for the file in it."""
-    if len(text) > MOST_BYTES:
-        raise UsageError(f"{name} has {len(text)} characters, and a config has at most {MOST_BYTES}; is this the right file?")
+    if len(text) > MAX_BYTES:
+        raise UsageError(f"{name} has {len(text)} characters, and a config has at most {MAX_BYTES}; is this the right file?")
     reader = _Reader(text, name)
     try:
         value = reader.document()
@@ -45,20 +45,21 @@ def read_yaml(text: str, name: str) -> Written:
         raise UsageError(f"{name} is not YAML: {' '.join(str(fault).split())[:300]}") from None
     except (ValueError, OverflowError) as fault:  # an escape or a directive that is no number
         raise UsageError(f"{name}:{reader.line}: is not YAML: {str(fault)[:100]}") from None
-    return Written(value, reader.lines, reader.twice)
+    return YamlDocument(value, reader.lines, reader.twice)
 
 
 def not_text(text: str) -> str | None:
     """Why a text is none that a file or a path can hold; None where it is."""
-    found = _NO_TEXT.search(text)
-    return found and ("a null byte" if found[0] == "\0" else "half of a surrogate pair, which is no Unicode")
+    match = _NO_TEXT.search(text)
+    return match and ("a null byte" if match[0] == "\0" else "half of a surrogate pair, which is no Unicode")
 
 
 class _Reader:
-    """Events to values (mutable: the line that was read last, and what `Written` says beside the value)."""
+    """Events to values (mutable: the line that was read last, and what `YamlDocument` says beside the value)."""
 
     def __init__(self, text: str, name: str):
-        self.name, self.line = name, 1
+        self.name = name
+        self.line = 1
         self.lines: dict[tuple, int] = {(): 1}
         self.twice: list[tuple[tuple, int]] = []
         self._events = yaml.parse(text, yaml.SafeLoader)
@@ -66,7 +67,8 @@ class _Reader:
 
     def document(self) -> object:
         """The value of the only document."""
-        value, has_document = None, False
+        value = None
+        has_document = False
         for event in self._events:
             self.line = event.start_mark.line + 1
             if isinstance(event, DocumentStartEvent):
@@ -77,8 +79,8 @@ class _Reader:
                 value = self._value(event, ())
         return value
 
-    def _fault(self, why: str) -> UsageError:
-        return UsageError(f"{self.name}:{self.line}: {why}")
+    def _fault(self, reason: str) -> UsageError:
+        return UsageError(f"{self.name}:{self.line}: {reason}")
 
     def _next(self) -> Event:
         event = next(self._events)
@@ -92,8 +94,8 @@ class _Reader:
         if isinstance(event, ScalarEvent):
             text = self._text(event)
             return self._scalar(text) if event.implicit[0] else text
-        if len(path) == MOST_DEPTH:
-            raise self._fault(f"more than {MOST_DEPTH} lists and mappings inside each other")
+        if len(path) == MAX_DEPTH:
+            raise self._fault(f"more than {MAX_DEPTH} lists and mappings inside each other")
         if isinstance(event, MappingStartEvent):
             return self._mapping(path)
         values = list[object]()
@@ -117,18 +119,19 @@ class _Reader:
 
     def _check_plain(self, event: Event) -> None:
         """Raises UsageError for what is no plain key or value, or one too many."""
-        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        anchor = getattr(event, "anchor", None)
+        tag = getattr(event, "tag", None)
         if isinstance(event, AliasEvent) or anchor is not None:
             raise self._fault(f"{anchor!r} is an anchor or an alias (& or *), which is not read here: write the value out")
         if tag is not None:
             raise self._fault(f"{tag!r} is a tag (!), which is not read here: leave it out")
         self._num_values += 1
-        if self._num_values > MOST_VALUES:
-            raise self._fault(f"more than {MOST_VALUES} keys and values; is this the right file?")
+        if self._num_values > MAX_VALUES:
+            raise self._fault(f"more than {MAX_VALUES} keys and values; is this the right file?")
 
     def _text(self, event: ScalarEvent) -> str:
-        if why := not_text(event.value):
-            raise self._fault(f"{event.value[:80]!r} holds {why}")
+        if reason := not_text(event.value):
+            raise self._fault(f"{event.value[:80]!r} holds {reason}")
         return event.value
 
     def _scalar(self, text: str) -> object:
@@ -140,6 +143,6 @@ class _Reader:
         number = int if _INT.fullmatch(text) else float if _FLOAT.fullmatch(text) else None
         if number is None:
             return text
-        if len(text) > MOST_DIGITS:
-            raise self._fault(f"a number of {len(text)} digits; at most {MOST_DIGITS} are read")
+        if len(text) > MAX_DIGITS:
+            raise self._fault(f"a number of {len(text)} digits; at most {MAX_DIGITS} are read")
         return number(text.replace("_", ""))

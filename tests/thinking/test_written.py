@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longshift.config_file import load_config, parse_config
 from longshift.errors import UsageError
-from longshift.written import MOST_BYTES, MOST_DEPTH, read_yaml
+from longshift.written import MAX_BYTES, MAX_DEPTH, read_yaml
 
 GOOD = """\
 model: {preset: tiny-llama}
@@ -79,9 +79,9 @@ BAD = [
     ("a: &a [*a]", ":1: ", "anchor or an alias"),
     ("\n&a x: 1", ":2: ", "anchor or an alias"),
     (LAUGHS, ":1: ", "anchor or an alias"),
-    ("[" * 20_000, ":1: ", f"more than {MOST_DEPTH} lists"),
-    ("a: " + "{x: " * 20_000, ":1: ", f"more than {MOST_DEPTH} lists"),
-    ("- " * 20_000, ":1: ", f"more than {MOST_DEPTH} lists"),
+    ("[" * 20_000, ":1: ", f"more than {MAX_DEPTH} lists"),
+    ("a: " + "{x: " * 20_000, ":1: ", f"more than {MAX_DEPTH} lists"),
+    ("- " * 20_000, ":1: ", f"more than {MAX_DEPTH} lists"),
     ('a: "\\ud800"', ":1: ", "half of a surrogate pair"),
     ('a: "\\0"', ":1: ", "a null byte"),
     ('"\\0": 1', ":1: ", "a null byte"),
@@ -93,7 +93,7 @@ BAD = [
     ("? [a, b]\n: 1", ":1: ", "a list or a mapping stands where a key is needed"),
     ("a: 1\n---\nb: 2", ":2: ", "a second document"),
     ("".join(f"k{n}: 1\n" for n in range(20_000)), ":5000: ", "more than 10000 keys and values"),
-    ("a: 1\n" * (MOST_BYTES // 2), "", "is this the right file?"),
+    ("a: 1\n" * (MAX_BYTES // 2), "", "is this the right file?"),
 ]
 
 
@@ -159,7 +159,7 @@ def test_files_that_are_no_config_are_refused(tmp_path):
         with pytest.raises(UsageError, match=why):
             load_config(name)
     large = tmp_path / "large.yaml"
-    large.write_bytes(b"a" * (MOST_BYTES + 1))
+    large.write_bytes(b"a" * (MAX_BYTES + 1))
     with pytest.raises(UsageError, match="has more than"):
         load_config(large)
     large.write_bytes(b"a: \xff")

@@ -145,8 +145,8 @@ def _is_right(packed_kernel: packed.Packed, inputs: Sequence[Tensor], lengths: S
     grad, q, k, v = inputs
     scale = q.shape[-1] ** -0.5
     exact = []
-    for document in zip(*(t.double().split(list(lengths)) for t in inputs)):
-        exact.append(_reference_results(*document, scale, window))
+    for document_grad, document_q, document_k, document_v in zip(*(t.double().split(list(lengths)) for t in inputs)):
+        exact.append(_reference_results(document_grad, document_q, document_k, document_v, scale, window))
     ends = ends_of(lengths, q.device)
     try:
         out, lse = packed_kernel.forward(q, k, v, ends, lengths, window, scale)

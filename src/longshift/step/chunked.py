@@ -46,14 +46,18 @@ class ChunkedPacks(Runner):
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
         compute_bytes = self.precision.compute.itemsize
-        sizes = compute_bytes, ahead
-        self._lists = lru_cache(maxsize=8)(lambda cut, *what: lists(self.spec, self.layout, self.at, cut, *sizes, *what))
+
+        @lru_cache(maxsize=8)
+        def lists_of(cut: Any, window: int | None, learns: bool) -> Lists:
+            return lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window, learns)
+
+        self._lists = lists_of
 
     def lists(self, pack: ChunkedPack, unit: int) -> Lists:
         return self._lists(pack.chunks, self.spec.window(unit), self.learns)
 
     def load(self, micro: int, pack: HostPack) -> None:
-        self.loaded[micro] = ChunkedPack(self.spec, pack, *self.how)
+        self.loaded[micro] = ChunkedPack(self.spec, pack, self.layout, self.world.rank, self.precision.compute, self.world.device)
 
     def received(self, op: Op, x: Tensor) -> None:
         self.crossing[op.micro, op.chunk, op.turn] = x
@@ -63,23 +67,22 @@ class ChunkedPacks(Runner):
 
     def compute(self, op: Op) -> None:
         """Play one turn of a unit: from what is in the tier on one side of it to what is on the other."""
-        play = ChunkPlayer(self, op.unit, op.micro)
+        player = ChunkPlayer(self, op.unit, op.micro)
         with torch.no_grad():  # what has gradients says so
-            play.run(self.lists(self.loaded[op.micro], op.unit).of[op.turn])  # pyright: ignore[reportArgumentType]
+            player.run(self.lists(self.loaded[op.micro], op.unit).of[op.turn])  # pyright: ignore[reportArgumentType]
 
     def arrive(self, op: Op) -> None:
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
-        x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
+        x = self.crossing.pop((op.micro, op.chunk, op.turn))
+        name, unit = ("g", op.unit + 1) if op.turn == "backward" else ("h", op.unit)
         orders = self.lists(self.loaded[op.micro], op.unit).orders
-        parts = self.split(x, [order.local_tokens // self.layout.contiguous_ranks for order in orders])
-        for chunk, part in enumerate(parts):
-            self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), part)
+        for chunk, part in enumerate(self.split(x, [order.local_tokens // self.layout.contiguous_ranks for order in orders])):
+            self.tier.put((op.micro, unit, name, chunk), part)
 
     def depart(self, op: Op) -> None:
         """Give what another stage needs: x after the unit, its gradient before it. [Note: stage boundaries] All of it is on the device."""
-        back = op.turn == "backward"
-        what, count = "g" if back else "h", len(self.loaded[op.micro])
-        keys = [(op.micro, op.unit + (not back), what, chunk) for chunk in range(count)]
+        name, unit = ("g", op.unit) if op.turn == "backward" else ("h", op.unit + 1)
+        keys = [(op.micro, unit, name, chunk) for chunk in range(len(self.loaded[op.micro]))]
         parts = [self.tier.fetch(key)()[0] for key in keys]
         self.crossing[op.micro, op.chunk, op.turn] = self.join(op.micro, parts)
         self.tier.recycle(parts)
@@ -110,18 +113,25 @@ class Segment(NamedTuple):
 def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
-        found = function(*leaves)
-    return Segment(leaves, found if isinstance(found, tuple) else (found,))
+        outputs = function(*leaves)
+    return Segment(leaves, outputs if isinstance(outputs, tuple) else (outputs,))
 
 
 class ChunkPlayer:
     """A list of events, played on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
 
     def __init__(self, runner: ChunkedPacks, unit: int, micro: int):
-        self.runner, self.unit, self.number = runner, unit, micro
-        self.module, self.pack = runner.modules[unit], runner.loaded[micro]
-        self.ops, self.tier, made = runner.ops, runner.tier, runner.lists(self.pack, unit)
-        self.orders, self.sees, self.window = made.orders, made.sees, runner.spec.window(unit)
+        self.runner = runner
+        self.unit = unit
+        self.number = micro
+        self.module = runner.modules[unit]
+        self.pack = runner.loaded[micro]
+        self.ops = runner.ops
+        self.tier = runner.tier
+        event_lists = runner.lists(self.pack, unit)
+        self.orders = event_lists.orders
+        self.sees = event_lists.sees
+        self.window = runner.spec.window(unit)
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
 
@@ -145,13 +155,14 @@ class ChunkPlayer:
         elif event.kind == "accumulate":
             self.runner.accumulate(self.unit)
         elif event.kind == "fetch":
-            self.live[event.object], self.fetched[event.object] = self.tier.fetch(self.key(event.object)), False
+            self.live[event.object] = self.tier.fetch(self.key(event.object))
+            self.fetched[event.object] = False
         elif event.kind == "store":
             self.tier.put(self.key(event.object), *self.live[event.object])
         elif event.kind == "free":
-            gone = self.live.pop(event.object)
+            tensors = self.live.pop(event.object)
             if self.fetched.pop(event.object, False):
-                self.tier.recycle(gone)
+                self.tier.recycle(tensors)
         else:
             self.tier.drop(self.key(event.object))
 
@@ -164,8 +175,10 @@ class ChunkPlayer:
     def _here(self, buffer: chunks.Buffer) -> None:
         """Wait for a buffer that is being fetched."""
         if self.fetched.get(buffer) is False:
-            wait, recorder = self.live[buffer], self.runner.recorder
-            self.live[buffer], self.fetched[buffer] = recorder.waiting(buffer, wait) if recorder else wait(), True
+            wait = self.live[buffer]
+            recorder = self.runner.recorder
+            self.live[buffer] = recorder.waiting(buffer, wait) if recorder else wait()
+            self.fetched[buffer] = True
 
     def _one(self, name: str, chunk: int) -> Tensor:
         return self.live[name, chunk][0]
@@ -176,28 +189,28 @@ class ChunkPlayer:
 
     def _pairs(self, c: int, j: int) -> Callable[[int], Sequence[ring.Pair]]:
         """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs, in schedule.chunks]"""
-        index, later = self.ring_group.index, self.orders[c]
+        index = self.ring_group.index
         if c == j:
-            return partial(ring.pairs, later, index, window=self.window)
-        earlier, between = self.orders[j], self.pack.chunks[c][0].start - self.pack.chunks[j][-1].start
-        return lambda sender: ring.pairs_across(later, index, earlier, sender, between, self.window)
+            return partial(ring.pairs, self.orders[c], index, window=self.window)
+        distance = self.pack.chunks[c][0].start - self.pack.chunks[j][-1].start
+        return lambda sender: ring.pairs_across(self.orders[c], index, self.orders[j], sender, distance, self.window)
 
     # Operations of a block
 
     def qkv(self, event: Event) -> None:
         c = event.chunk
-        module, micro = self.module, self.pack.rotated(c, self.unit)
-        exchanged = ("qkv", c) in event.writes
+        micro = self.pack.rotated(c, self.unit)
+        is_exchanged_later = ("qkv", c) in event.writes
 
         def project(x: Tensor) -> tuple[Tensor, ...]:
-            found = module.qkv(x, micro, self.ops)
-            return found if exchanged else self.ops.to_heads(*found)
+            q, k, v = self.module.qkv(x, micro, self.ops)
+            return (q, k, v) if is_exchanged_later else self.ops.to_heads(q, k, v)
 
-        made = self._graph("graph", event, project, self._one("x", c))
-        if exchanged:
-            self.live["qkv", c] = tuple(t.detach() for t in made)
+        qkv = self._graph("graph", event, project, self._one("x", c))
+        if is_exchanged_later:
+            self.live["qkv", c] = tuple(t.detach() for t in qkv)
         else:
-            self._heads(event, made)
+            self._heads(event, qkv)
 
     def to_heads(self, event: Event) -> None:
         self._heads(event, self._graph("exchange", event, self.ops.to_heads, *self.live["qkv", event.chunk]))
@@ -210,21 +223,26 @@ class ChunkPlayer:
         segment = self.live[name, event.chunk] = _segment(function, *inputs)
         return segment.outputs
 
-    def _heads(self, event: Event, made: Sequence[Tensor]) -> None:
-        q, k, v = (t.detach() for t in made)
+    def _heads(self, event: Event, qkv: Sequence[Tensor]) -> None:
+        """Keep what attention works on, as buffers of the event."""
+        q, k, v = (t.detach() for t in qkv)
         if ("q", event.chunk) in event.writes:
             self.live["kv", event.chunk] = (torch.stack((k, v)),)
-            self.live["q", event.chunk] = (q if made[0].requires_grad else q.contiguous(),)  # a view would keep all that arrived
+            self.live["q", event.chunk] = (q if qkv[0].requires_grad else q.contiguous(),)  # a view would keep all that arrived
 
     def attend(self, event: Event) -> None:
-        c, j = event.chunk, event.keys
-        q, kv = self._one("q", c), self._one("kv", j)
-        if c == j:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            self.live["o", c] = (torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide))
+        c = event.chunk
+        j = event.keys
+        q = self._one("q", c)
+        kv = self._one("kv", j)
+        is_first = c == j
+        if is_first:
+            sum_dtype = torch.promote_types(q.dtype, torch.float32)
+            self.live["o", c] = (torch.empty_like(q, dtype=sum_dtype), q.new_empty(q.shape[:2], dtype=sum_dtype))
         out, lse = self.live["o", c]
-        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, first=c == j)
-        if j == (c - 1 if self.sees[c] < c else c):
+        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, is_first)
+        last_keys = c - 1 if self.sees[c] < c else c
+        if j == last_keys:
             self.live["o", c] = (out.to(q.dtype), lse)
 
     def to_tokens(self, event: Event) -> None:
@@ -243,22 +261,27 @@ class ChunkPlayer:
 
     def tail_back(self, event: Event) -> None:
         c = event.chunk
-        dx, do = _segment(self._tail, self._one("x", c), self._o(c)).back([self._one("dy", c)])
-        for buffer, found in zip(event.writes, (dx, do)):
-            self.live[buffer] = (found,)
+        grads = _segment(self._tail, self._one("x", c), self._o(c)).back([self._one("dy", c)])
+        for buffer, grad in zip(event.writes, grads):  # dx, do
+            self.live[buffer] = (grad,)
 
     def to_tokens_back(self, event: Event) -> None:
         self.live["do", event.chunk] = tuple(self.live["o_tokens", event.chunk].back([self._one("do_tokens", event.chunk)]))
 
     def attend_back(self, event: Event) -> None:
-        c, j = event.chunk, event.keys
-        q, kv, (o, lse) = self._one("q", c), self._one("kv", j), self.live["o", c]
-        wide = torch.promote_types(q.dtype, torch.float32)
+        c = event.chunk
+        j = event.keys
+        q = self._one("q", c)
+        kv = self._one("kv", j)
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
         for buffer, like in ((("dq", c), q), (("dkv", j), kv)):
             if buffer not in event.reads and buffer not in self.live:
-                self.live[buffer] = (torch.zeros_like(like, dtype=wide),)
-        dq, dkv = self._one("dq", c), self._one("dkv", j)
-        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring_group)
+                self.live[buffer] = (torch.zeros_like(like, dtype=sum_dtype),)
+        dq = self._one("dq", c)
+        dkv = self._one("dkv", j)
+        do = self._one("do", c)
+        o, lse = self.live["o", c]
+        ring.backward_into(dq, dkv, do, q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring_group)
 
     def to_heads_back(self, event: Event) -> None:
         c = event.chunk
@@ -283,12 +306,13 @@ class ChunkPlayer:
             torch.autograd.backward(y, self._one("dy", event.chunk))
 
     def loss(self, event: Event) -> None:
-        x, head = self._one("x", event.chunk), self.module
-        assert isinstance(head, Head)
+        c = event.chunk
+        x = self._one("x", c)
+        assert isinstance(self.module, Head)
         if event.keys == 0:
-            self.live["dx", event.chunk] = (torch.empty_like(x),)
-        dx, micro = self._one("dx", event.chunk), self.pack.micros[event.chunk]
-        self.runner.counts(loss_of_rows(head, x, dx, micro, self.ops, event.keys, self.runner.seed))
+            self.live["dx", c] = (torch.empty_like(x),)
+        dx = self._one("dx", c)
+        self.runner.counts(loss_of_rows(self.module, x, dx, self.pack.micros[c], self.ops, event.keys, self.runner.seed))
 
     def score(self, event: Event) -> None:
         assert isinstance(self.module, Head)

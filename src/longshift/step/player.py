@@ -97,15 +97,35 @@ class Player(OperationPlayer):
         (`switch.links.agreed`); assumed ones where None. `compile`: whether the arithmetic between matmuls is compiled. Raises
         UsageError where it cannot be."""
         super().__init__()
-        self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
-        sizes = precision.compute.itemsize, precision.home.itemsize
-        self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
-        formats = len(home.moments), home.packed, precision.wire
-        self.steps = Steps(self.itinerary, world.rank, *sizes, home.home_in, *formats, home.doubled)
+        self.spec = spec
+        self.edges = tuple(edges)
+        self.world = world
+        self.home = home
+        self.precision = precision
+        self.stream = stream
+        weight_bytes = precision.compute.itemsize
+        sum_bytes = precision.home.itemsize
+
+        # 1. The programs of steps, and the arithmetic that all ranks agree on.
+        self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), weight_bytes, sum_bytes, switch, home_cut)
+        self.steps = Steps(
+            self.itinerary,
+            world.rank,
+            weight_bytes,
+            sum_bytes,
+            home_in=home.home_in,
+            moments=len(home.moments),
+            packed=home.packed,
+            wire=precision.wire,
+            doubled=home.doubled,
+        )
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
-        self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
+        candidates = kernels(world.device, precision.compute)
+        self.kernel, self.why_kernel = choose(candidates, heads, precision.compute, world.device, slowest)
         self.by = compiled(world.device) if compile else WRITTEN_OUT
+
+        # 2. Runners by layout, copies by cut. Communicators are made in one order on all ranks.
         self.runners: dict[Layout, Runner] = {}
         self.copies_of: dict[Layout, Copies] = {}
         by_cut: dict[Cut, Copies] = {}
@@ -116,9 +136,12 @@ class Player(OperationPlayer):
             self.copies_of[layout] = by_cut[cut]
             self.runners[layout] = self._runner(layout)
         self.everyone = tuple(range(edges[0].use.world))
-        for purpose in ("weights", "sums") if any(not cut.at_home for cut in by_cut) else ():
-            world.prepare([self.everyone], purpose)
+        if any(not cut.at_home for cut in by_cut):
+            world.prepare([self.everyone], "weights")
+            world.prepare([self.everyone], "sums")
         self.switches = Switches(self.itinerary, home, world, self.everyone, precision)
+
+        # 3. Where the step is.
         self.visited: list[Visited] = []
         self.after: Callable[[Op], object] | None = None  # sees each operation when it is done
         self.groups_here: Sequence[LengthGroup] = ()
@@ -133,25 +156,24 @@ class Player(OperationPlayer):
         self._began = 0.0
 
     def _runner(self, layout: Layout) -> Runner:
-        copies, tier = self.copies_of[layout], None
-        how = self.spec, layout, self.world, copies, self.precision, self.kernel, self.by
+        copies = self.copies_of[layout]
+        tier = None
         if layout.chunk or layout.offload != "device":
             tier = tier_of(layout.offload, self.world.device, Path(self.stream.folder), self.stream.checked)
-        if not layout.chunk:
-            return WholePacks(*how, tier=tier)
-        view = self.steps.views[layout]
 
         def accumulate(unit: int) -> None:
-            for moving in view.learning(unit):
+            for moving in self.steps.views[layout].learning(unit):
                 copies.accumulate(moving)
 
-        assert tier is not None
-        return ChunkedPacks(*how, tier=tier, ahead=self.stream.ahead, accumulate=accumulate)
+        make_runner = partial(WholePacks, tier=tier)
+        if layout.chunk:
+            make_runner = partial(ChunkedPacks, tier=tier, ahead=self.stream.ahead, accumulate=accumulate)
+        return make_runner(self.spec, layout, self.world, copies, self.precision, self.kernel, self.by)
 
     def groups(self, lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
         """The step's groups in visiting order."""
-        found = length_groups(lengths, self.edges, self.spec)
-        return tuple(found[i] for i in self.itinerary.order(tuple(group.layout for group in found)))
+        groups = length_groups(lengths, self.edges, self.spec)
+        return tuple(groups[i] for i in self.itinerary.order(tuple(group.layout for group in groups)))
 
     def record(self, recorder: Recorder | None) -> None:
         """Have a recorder see the events of streams; None: no longer."""
@@ -166,29 +188,43 @@ class Player(OperationPlayer):
         lengths = [len(document.ids) for document in documents]
         groups = self.groups(lengths) if groups is None else groups
         visits, packs = self.steps.visits(groups, lengths)
-        left, early = self.how if learns else ((), False)  # most likely as it is played
-        program = self.steps.program(visits, learns, left, early)
-        loads = {(op.visit, op.micro): packs[op.visit][op.micro] for op in program if op.kind == "load"}
-        runners = [self.runners[group.layout] for group in groups]
-        own = {(visit, micro): runners[visit].on_host([documents[d] for d in pack]) for (visit, micro), pack in loads.items()}
-        return Ready(groups, lengths, visits, learns, own)
+        pending, early = self.how if learns else ((), False)  # most likely as it is played
+        host_packs = {}
+        for op in self.steps.program(visits, learns, pending, early):
+            if op.kind == "load":
+                pack = [documents[number] for number in packs[op.visit][op.micro]]
+                runner = self.runners[groups[op.visit].layout]
+                host_packs[op.visit, op.micro] = runner.on_host(pack)
+        return Ready(groups, lengths, visits, learns, host_packs)
 
     def take(self, ready: Ready, seed: float | None) -> Program:
         """The program of a step that is played next. `seed`: what losses are multiplied with before gradients are formed, None where only
         the loss is wanted."""
-        self.groups_here, self.lengths, self.packs, self.visited = ready.groups, ready.lengths, ready.packs, []
+        self.groups_here = ready.groups
+        self.lengths = ready.lengths
+        self.packs = ready.packs
+        self.visited = []
         for group in ready.groups:
             runner = self.runners[group.layout]
-            runner.seed, runner.learns, runner.loss = seed or 0.0, seed is not None, runner.loss.new_zeros(())
+            runner.seed = seed or 0.0
+            runner.learns = seed is not None
+            runner.loss = runner.loss.new_zeros(())
+
+        # A step without a backward updates nothing early: the next one may, if the last norm did not clip.
+        pending = self.left
         early = self.unclipped and ready.learns
         self.unclipped = self.unclipped and not ready.learns
-        self.how, self.left, self.early = (self.left, early), (), set()
-        return self.steps.program(ready.visits, ready.learns, *self.how)
+        self.how = pending, early
+        self.left = ()
+        self.early = set()
+        return self.steps.program(ready.visits, ready.learns, pending, early)
 
     def finish(self) -> None:
         """Make the updates that the last step has left."""
-        left, self.left = self.left, ()
-        self.play(self.steps.program((), left=left) if left else ())
+        pending = self.left
+        self.left = ()
+        if pending:
+            self.play(self.steps.program((), left=pending))
 
     def play(self, program: Program, update: Callable[[int, bool, float, float], bool] | None = None) -> None:
         """Do what the operations say, in their order. `update`: what home does with a unit, whether that is before the norm, the loss sum
@@ -218,9 +254,10 @@ class Player(OperationPlayer):
             runner.tier.moved.restart()
 
     def _leave(self, op: Op) -> None:
+        visit = self.visited[-1]
         tier = self._runner_of(op).tier
-        self.visited[-1].moved = replace(tier.moved) if tier is not None else None
-        self.visited[-1].seconds = self.world.now() - self._began
+        visit.moved = replace(tier.moved) if tier is not None else None
+        visit.seconds = self.world.now() - self._began
 
     # Messages between stages
 
@@ -233,8 +270,10 @@ class Player(OperationPlayer):
         copies = self._copies(op)
         if op.way == "sums":
             return self.switches.take_home(copies)
-        before = self.groups_here[op.visit - 1].layout if op.visit else None
-        source = self.copies_of[before] if before is not None and self.steps.source(before) is not None else None
+        previous = self.groups_here[op.visit - 1].layout if op.visit else None
+        source = None
+        if previous is not None and self.steps.source(previous) is not None:
+            source = self.copies_of[previous]
         return self.switches.bring(source, copies)
 
     def _total(self, op: Op) -> None:
@@ -242,23 +281,27 @@ class Player(OperationPlayer):
         self.switches.total(op.unit)
 
     def _update(self, op: Op) -> None:
-        early = op.part == "early"
-        self.early |= {op.unit} if early else set()
-        unclipped = self.update(op.unit, early, *self.sums)
+        is_early = op.part == "early"
+        if is_early:
+            self.early.add(op.unit)
+        loss_sum, squared_norm = self.sums
+        unclipped = self.update(op.unit, is_early, loss_sum, squared_norm)
         if op.unit < 0:
-            self.unclipped, self.left = unclipped, self.steps.left(self.early if unclipped else ())
+            self.unclipped = unclipped
+            self.left = self.steps.left(self.early if unclipped else ())
 
     def _norm(self, op: Op) -> None:
         layouts = dict.fromkeys(group.layout for group in self.groups_here)  # groups with packs of their own may share one
         loss_sum = torch.stack([self.runners[layout].loss for layout in layouts]).sum()
-        both = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
-        self.sums = tuple(self.world.everyone.all_reduce(both).tolist())
+        sums = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
+        self.sums = tuple(self.world.everyone.all_reduce(sums).tolist())
 
     def _count(self, op: Op, way: str) -> None:
         """Add times and bytes of a finished transfer to its visit. A device may be behind the host."""
-        transfer, visit = self._transfers.pop((op.visit, way)), self.visited[op.visit]
-        queued = time.perf_counter()
-        visit.exposed_s += transfer.exposed_s + self.world.now() - queued
+        transfer = self._transfers.pop((op.visit, way))
+        visit = self.visited[op.visit]
+        queued_s = time.perf_counter()
+        visit.exposed_s += transfer.exposed_s + self.world.now() - queued_s
         visit.hidden_s += transfer.under_way_s
         visit.intra_node_bytes += transfer.traffic.intra_node_bytes
         visit.inter_node_bytes += transfer.traffic.inter_node_bytes

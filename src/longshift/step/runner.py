@@ -43,28 +43,28 @@ class Runner(ABC):
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel, by: Elementwise
     ):
-        self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
+        self.spec = spec
+        self.layout = layout
+        self.world = world
+        self.copies = copies
+        self.precision = precision
         self.at = layout.coord(world.rank)
         self.ops = layout_ops(spec, layout, world, kernel)
-        self.modules = {
-            unit: build_unit(spec, unit, by, precision.float8) for chunk in layout.units_of(spec.layers, self.at.pp) for unit in chunk
-        }
-        for module in self.modules.values():
-            copies.fill(module)
+        self.modules = {}
+        for chunk in layout.units_of(spec.layers, self.at.pp):
+            for unit in chunk:
+                self.modules[unit] = build_unit(spec, unit, by, precision.float8)
+                copies.fill(self.modules[unit])
         self.tier: Tier | None = None
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.seed, self.learns = 0.0, True
+        self.seed = 0.0
+        self.learns = True
         self.crossing: dict[Message, Tensor] = {}
 
     def counts(self, loss: Tensor) -> None:
         """Add to the loss sum what ranks with other cuts of the weights know too."""
         if self.layout.place(self.at, axes.weight_axes()) == 0:
             self.loss += loss
-
-    @property
-    def how(self) -> tuple:
-        """How this rank's tensors of a pack are made."""
-        return self.layout, self.world.rank, self.precision.compute, self.world.device
 
     def on_host(self, documents: Sequence[Document]) -> HostPack:
         """This rank's tokens of a pack, as `load` takes them. Any thread may ask, at any time."""
@@ -122,12 +122,12 @@ class WholePacks(Runner):
 
     def load(self, micro: int, pack: HostPack) -> None:
         (share,) = pack.shares
-        self.loaded[micro] = placed(self.spec, share, *self.how)
+        self.loaded[micro] = placed(self.spec, share, self.layout, self.world.rank, self.precision.compute, self.world.device)
 
     def unload(self, micro: int) -> None:
         super().unload(micro)
-        for held in (self.x, self.g):
-            held.pop(micro, None)
+        self.x.pop(micro, None)
+        self.g.pop(micro, None)
 
     def received(self, op: Op, x: Tensor) -> None:
         (self.x if op.turn == "forward" else self.g)[op.micro] = x
@@ -159,27 +159,28 @@ class WholePacks(Runner):
         return op.micro, op.unit, op.part
 
     def _pass(self, op: Op) -> None:
-        x, kept = self.x[op.micro], list[Tensor]()
+        x = self.x[op.micro]
+        attention_results: list[Tensor] = []
         with torch.no_grad():
-            self.x[op.micro] = self.modules[op.unit](x, self.loaded[op.micro], self.ops.keeping(kept))
-        self.inputs[self._key(op)] = x, *kept
+            self.x[op.micro] = self.modules[op.unit](x, self.loaded[op.micro], self.ops.keeping(attention_results))
+        self.inputs[self._key(op)] = x, *attention_results
 
     def _pass_on(self, op: Op) -> None:
         with torch.no_grad():
             self.x[op.micro] = self.modules[op.unit](self.x.pop(op.micro, None), self.loaded[op.micro], self.ops)
 
     def _score(self, op: Op) -> None:
-        x, head = self.x[op.micro], self.modules[op.unit]
+        head = self.modules[op.unit]
         assert isinstance(head, Head)
-        self.counts(score_of_rows(head, x, self.loaded[op.micro], self.ops, op.number))
+        self.counts(score_of_rows(head, self.x[op.micro], self.loaded[op.micro], self.ops, op.number))
 
     def _forward(self, op: Op) -> None:
         """Compute a part that keeps its graph. What goes on is the output without it."""
         self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), self.ops)
 
     def _again(self, op: Op) -> None:
-        x, *kept = self.inputs.pop(self._key(op))
-        self._graph(op, x, self.ops.keeping(kept))
+        x, *attention_results = self.inputs.pop(self._key(op))
+        self._graph(op, x, self.ops.keeping(attention_results))
 
     def _graph(self, op: Op, x: Tensor | None, ops: LayoutOps) -> Tensor:
         """The output; what is kept for the backward is the graph and its input."""
@@ -192,9 +193,9 @@ class WholePacks(Runner):
         """Use up a kept graph, which leaves the gradients of weights on them."""
         self.copies.expect(op.unit)
         x, edge = self.graphs.pop(self._key(op))
-        g = [self.g.pop(op.micro)]
+        grads = [self.g.pop(op.micro)]  # a list, because a name would keep the gradient while the backward runs
         if edge is not None:
-            torch.autograd.backward((edge,), (g.pop(),))
+            torch.autograd.backward((edge,), (grads.pop(),))
         if x is not None:
             assert x.grad is not None
             self.g[op.micro] = x.grad
@@ -202,38 +203,40 @@ class WholePacks(Runner):
     def _loss(self, op: Op) -> None:
         """Compute loss and gradient of one block of rows together, so that no tensor holds all logits (as Liger Kernel does, arXiv
         2410.10989)."""
-        x, micro, head = self.x[op.micro], self.loaded[op.micro], self.modules[op.unit]
+        x = self.x[op.micro]
+        head = self.modules[op.unit]
         assert isinstance(head, Head)
         self.copies.expect(op.unit)
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)
-        self.counts(loss_of_rows(head, x, self.g[op.micro], micro, self.ops, op.number, self.seed))
-        if (op.number + 1) * loss_rows(self.spec, len(x)) >= len(x):
+        self.counts(loss_of_rows(head, x, self.g[op.micro], self.loaded[op.micro], self.ops, op.number, self.seed))
+        is_last = (op.number + 1) * loss_rows(self.spec, len(x)) >= len(x)
+        if is_last:
             del self.x[op.micro]
 
 
 def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int, seed: float) -> Tensor:
     """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on
     them."""
-    here, labels = _rows(head, x_TD, micro, ops, number)
+    rows, labels = _rows(head, x_TD, micro, number)
     with torch.enable_grad():
-        x = x_TD[here].detach().requires_grad_()
+        x = x_TD[rows].detach().requires_grad_()
         loss = head.loss(x, labels, ops)
         torch.autograd.backward(loss, torch.full_like(loss, seed))
     assert x.grad is not None
-    dx_TD[here] = x.grad
+    dx_TD[rows] = x.grad
     return loss.detach()
 
 
 def score_of_rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
     """Loss sum of the `number`-th block of rows of x, without gradients."""
-    here, labels = _rows(head, x_TD, micro, ops, number)
+    rows, labels = _rows(head, x_TD, micro, number)
     with torch.no_grad():
-        return head.loss(x_TD[here], labels, ops)
+        return head.loss(x_TD[rows], labels, ops)
 
 
-def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> tuple[slice, Tensor]:
+def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, number: int) -> tuple[slice, Tensor]:
     """Where the `number`-th block of rows is, and its labels: those of every tensor-parallel rank's share of the tokens."""
-    rows = loss_rows(head.spec, len(x_TD))
-    here = slice(number * rows, (number + 1) * rows)
-    return here, micro.labels_T.view(-1, len(x_TD))[:, here].reshape(-1)
+    height = loss_rows(head.spec, len(x_TD))
+    rows = slice(number * height, (number + 1) * height)
+    return rows, micro.labels_T.view(-1, len(x_TD))[:, rows].reshape(-1)

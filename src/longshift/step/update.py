@@ -4,6 +4,7 @@ The only divisor is the step's global count of target tokens, known before the f
 data: packs are a function of the batch alone, and a layout decides only who computes which.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,15 +51,16 @@ def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | No
     """Make one exact update from `batch`: each group of lengths under its layout, each layout visited once. `ready`: of the batch's
     documents, made here where not given. `leave`: leave what can be updated under the next forward to the next step, or to
     `player.finish`. Raises NonFiniteError; home is then as before."""
-    found: list[Outcome] = []
+    outcome: Outcome | None = None
     scale = state.scale.scale if state.scale else 1.0
     program = player.take(ready or player.ready(batch.documents), scale / max(1, batch.target_tokens))
 
-    def update(unit: int, early: bool, *sums: float) -> bool:
+    def update(unit: int, early: bool, loss_sum: float, squared_norm: float) -> bool:
+        nonlocal outcome
         if early:
             state.optimizer.update_early(unit, state.schedule.at(state.optimizer.steps))
         elif unit < 0:
-            found.append(_update(state, batch, player.world, scale, *sums))
+            outcome = _update(state, batch, player.world, scale, loss_sum, squared_norm)
         else:
             state.optimizer.update_unit(unit)
         return state.optimizer.unclipped
@@ -66,7 +68,8 @@ def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | No
     player.play(program, update)
     if not leave:
         player.finish()
-    return found[0]
+    assert outcome is not None
+    return outcome
 
 
 def score(documents: Sequence[Document], player: Player) -> float:
@@ -75,14 +78,15 @@ def score(documents: Sequence[Document], player: Player) -> float:
     return player.sums[0]
 
 
-def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared: float) -> Outcome:
+def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared_norm: float) -> Outcome:
     """Clip by the global norm and update home, or leave it where float16 has overflowed. Units on disk follow."""
-    loss, norm = loss_sum / max(1, batch.target_tokens), squared**0.5 / scale
-    finite = norm - norm == 0 and loss - loss == 0
+    loss = loss_sum / max(1, batch.target_tokens)
+    norm = squared_norm**0.5 / scale
+    is_finite = math.isfinite(norm) and math.isfinite(loss)
     lr = state.schedule.at(state.optimizer.steps)
-    if finite:
-        clipped = min(1.0, state.clip / (norm + 1e-6)) if state.clip else 1.0
-        state.optimizer.update(lr, clipped / scale if clipped != scale else 1.0)
+    if is_finite:
+        factor = min(1.0, state.clip / (norm + 1e-6)) if state.clip else 1.0
+        state.optimizer.update(lr, factor / scale if factor != scale else 1.0)
     elif state.scale is None or state.scale.scale == 1.0:
         state.optimizer.take_back()
         culprit = _culprit(state, world, batch, loss)
@@ -91,20 +95,22 @@ def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum
     else:
         state.optimizer.skip()
     if state.scale:
-        state.scale.update(finite)
+        state.scale.update(is_finite)
     state.cursor = batch.next_cursor
-    return Outcome(loss, norm, lr, skipped=not finite)
+    return Outcome(loss, norm, lr, skipped=not is_finite)
 
 
 def not_finite(state: State, world: World) -> str | None:
     """The first of the weights, in canonical order, and then of their moments, that is not finite on some rank, in the same words on all
     ranks; collective. None where all are."""
     suspects = [f"{kind} of {p.name}" for kind in ("master", *state.home.moments) for p in state.spec.params if not p.frozen]
-    here = ((name, kind, view) for name, box, _, views in state.optimizer.state() for kind, view in views.items() if box)
-    known = ((name, kind.removesuffix(SCALE), view) for name, kind, view in here if view.itemsize > 1)  # scales tell of eight bits
-    found = [f"{kind} of {name}" for name, kind, view in known if not view.isfinite().all()]
-    first = torch.tensor(min(map(suspects.index, found), default=len(suspects)), device=world.device)
-    first = int(world.everyone.all_reduce(first, dist.ReduceOp.MIN))
+    rank_first = len(suspects)
+    for name, box, _, views in state.optimizer.state():
+        for kind, view in views.items() if box else ():
+            # Codes of eight bits are all finite; their scales say what they stand for.
+            if view.itemsize > 1 and not view.isfinite().all():
+                rank_first = min(rank_first, suspects.index(f"{kind.removesuffix(SCALE)} of {name}"))
+    first = int(world.everyone.all_reduce(torch.tensor(rank_first, device=world.device), dist.ReduceOp.MIN))
     return suspects[first] if first < len(suspects) else None
 
 
@@ -113,12 +119,14 @@ def _culprit(state: State, world: World, batch: StepBatch, loss: float) -> str:
     rank."""
     names = [p.name for p in state.spec.params]
     suspects = [*names, *(f"the gradient of {name}" for name in names)]
-    found = [*state.home.not_finite("master"), *(f"the gradient of {name}" for name in state.home.not_finite("grad"))]
-    first = min(map(suspects.index, found), default=len(suspects))
-    worst = world.everyone.all_reduce(torch.tensor(first * world.size + world.rank, device=world.device), dist.ReduceOp.MIN)
-    suspect, rank = divmod(int(worst), world.size)
-    where = f"{suspects[suspect]} at home on rank {rank}" if suspect < len(suspects) else "nothing at home"
+    bad_names = [*state.home.not_finite("master"), *(f"the gradient of {name}" for name in state.home.not_finite("grad"))]
+    rank_first = min(map(suspects.index, bad_names), default=len(suspects))
+
+    # The smallest of these numbers is that of the first suspect, and of the lowest rank that has it.
+    code = torch.tensor(rank_first * world.size + world.rank, device=world.device)
+    suspect, rank = divmod(int(world.everyone.all_reduce(code, dist.ReduceOp.MIN)), world.size)
+    culprit = f"{suspects[suspect]} at home on rank {rank}" if suspect < len(suspects) else "nothing at home"
     return (
-        f"loss {loss}; not finite: {where}. Documents {batch.cursor} to {batch.next_cursor - 1} of the "
+        f"loss {loss}; not finite: {culprit}. Documents {batch.cursor} to {batch.next_cursor - 1} of the "
         "shuffled order. Nothing was updated. A lower train.lr, more train.warmup or train.precision=float32 are the usual cures."
     )
