@@ -12,14 +12,14 @@ class Background(Generic[T]):
     work raises is raised by `result`. Mutable."""
 
     def __init__(self, work: Callable[[], T]):
-        self._found: list[T] = []
+        self._results: list[T] = []
         self._fault: BaseException | None = None
         self._thread = Thread(target=self._do, args=(work,), name="longshift-background", daemon=True)
         self._thread.start()
 
     def _do(self, work: Callable[[], T]) -> None:
         try:
-            self._found.append(work())
+            self._results.append(work())
         except BaseException as fault:  # raised where the result is asked for
             self._fault = fault
 
@@ -37,4 +37,4 @@ class Background(Generic[T]):
         self._thread.join()
         if self._fault is not None:
             raise self._fault
-        return self._found[0]
+        return self._results[0]

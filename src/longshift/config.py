@@ -256,7 +256,7 @@ class HomeConfig(Section):
         if not isinstance(value, dict) or "at" in value or not any(tier in value for tier in TIERS):
             return value
         tiers = {tier: size for tier, size in value.items() if tier in TIERS}
-        return {"at": tiers} | {key: other for key, other in value.items() if key not in TIERS}
+        return {"at": tiers} | {key: field for key, field in value.items() if key not in TIERS}
 
 
 class Config(Section):
@@ -278,7 +278,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _a_pack_holds_a_document(self) -> "Config":
         if isinstance(self.layout, Layout) and self.pack_tokens < self.data.max_len:
-            pack, longest = format_size(self.pack_tokens), format_size(self.data.max_len)
+            pack = format_size(self.pack_tokens)
+            longest = format_size(self.data.max_len)
             raise ValueError(
                 f"train.pack_tokens {pack} is less than data.max_len {longest}, and a pack must hold the longest document; "
                 f"write train.pack_tokens={longest} or leave it out"
@@ -297,7 +298,8 @@ class Config(Section):
             raise ValueError("train.pack_tokens is for a single layout, and layout: auto chooses packs: leave pack_tokens out")
         if isinstance(self.layout, Layout | AutoLayout):
             return self
-        longest, last = format_size(self.data.max_len), self.layout[-1]
+        longest = format_size(self.data.max_len)
+        last = self.layout[-1]
         if last.upto < self.data.max_len:
             raise ValueError(
                 f"the last group, {last.use}, ends at {format_size(last.upto)} tokens and data.max_len is {longest}; "
@@ -308,8 +310,8 @@ class Config(Section):
             raise ValueError(f"train.pack_tokens is for a single layout; leave it out, or write pack: {pack} in a group")
         worlds = {edge.use.world for edge in self.layout}
         if len(worlds) > 1:
-            each = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
-            raise ValueError(f"every group's layout must use the same number of ranks: {each}")
+            counts = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
+            raise ValueError(f"every group's layout must use the same number of ranks: {counts}")
         return self
 
     @model_validator(mode="after")
@@ -375,11 +377,13 @@ class Config(Section):
         Raises ValueError that names the stage."""
         if not self.train.stages:
             return (self,)
-        run, parts, end = self.model_dump(mode="json"), list[Config](), 0
+        run = self.model_dump(mode="json")
+        parts: list[Config] = []
+        end = 0
         for number, stage in enumerate(run["train"]["stages"]):
             end += stage.pop("steps")
             values = copy.deepcopy(run)
-            if "train.lr" in stage:
+            if "train.lr" in stage:  # a schedule of its own, over its own steps
                 values["train"] |= {"min_lr": LEAST_LR * stage["train.lr"], "warmup": 0}
             for key, value in stage.items():
                 section, _, name = key.rpartition(".")
@@ -388,9 +392,9 @@ class Config(Section):
             try:
                 parts.append(Config.model_validate(values))
             except ValidationError as fault:
-                first = fault.errors(include_url=False)[0]
-                why = first.get("ctx", {}).get("error", first["msg"])
-                raise ValueError(f"train.stages.{number}: {'.'.join(map(str, first['loc'])) or 'config'}: {why}") from None
+                error = fault.errors(include_url=False)[0]
+                key = ".".join(map(str, error["loc"])) or "config"
+                raise ValueError(f"train.stages.{number}: {key}: {error.get('ctx', {}).get('error', error['msg'])}") from None
         return tuple(parts)
 
     @model_validator(mode="after")

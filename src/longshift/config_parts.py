@@ -70,10 +70,12 @@ def _number(value: object) -> object:
 
 def some_sources(value: object) -> object:
     """The value as a list of sources, if it is no empty one: a source may stand alone, and a text is a path."""
-    found = [value] if isinstance(value, str | Mapping) else value
-    if found in ([], ()):
+    sources = [value] if isinstance(value, str | Mapping) else value
+    if sources in ([], ()):
         raise ValueError("name at least one source, as in train: [{corpus: python}]")
-    return [{"path": one} if isinstance(one, str) else one for one in found] if isinstance(found, list | tuple) else found
+    if not isinstance(sources, list | tuple):
+        return sources
+    return [{"path": source} if isinstance(source, str) else source for source in sources]
 
 
 PROJECT_VOCAB = 4096  # tokens of the project's own tokenizer, which is taken where no other is named
@@ -176,14 +178,16 @@ class DocumentFormat:
             return cls()
         if value == "messages":
             return cls("messages", ("messages",))
-        given = value if isinstance(value, Mapping) and all(name and isinstance(name, str) for name in value.values()) else {}
-        if given.keys() == {"text"}:
-            return cls("text", (given["text"],))
-        if given.keys() == {"messages"}:
-            return cls("messages", (given["messages"],))
-        if given.keys() == {"prompt", "completion"}:
-            return cls("prompt", (given["prompt"], given["completion"]))
-        if given.keys() in ({"prompt"}, {"completion"}):
+        fields: Mapping = {}
+        if isinstance(value, Mapping) and all(name and isinstance(name, str) for name in value.values()):
+            fields = value
+        if fields.keys() == {"text"}:
+            return cls("text", (fields["text"],))
+        if fields.keys() == {"messages"}:
+            return cls("messages", (fields["messages"],))
+        if fields.keys() == {"prompt", "completion"}:
+            return cls("prompt", (fields["prompt"], fields["completion"]))
+        if fields.keys() in ({"prompt"}, {"completion"}):
             raise ValueError("prompt and completion belong together, as in {prompt: question, completion: answer}")
         raise ValueError("text or messages, or names of fields: {text: body}, {messages: chat} or {prompt: question, completion: answer}")
 

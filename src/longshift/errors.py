@@ -52,23 +52,23 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 
-def nearest(word: str, known: Iterable[str], most: int = 1, least_alike: float = 0.6) -> list[str]:
-    """The known words that are most like an unknown one, the best first; none where all differ too much."""
-    return difflib.get_close_matches(word, list(known), most, least_alike)
+def nearest(word: str, vocabulary: Iterable[str], limit: int = 1, least_alike: float = 0.6) -> list[str]:
+    """The words of a vocabulary that are most like one that is not in it, the best first; none where all differ too much."""
+    return difflib.get_close_matches(word, list(vocabulary), limit, least_alike)
 
 
-def did_you_mean(word: str, known: Iterable[str], most: int = 1, least_alike: float = 0.6, otherwise: str = "known") -> str:
-    """The end of a sentence about an unknown word: the nearest known ones; where none is near, all of them after `otherwise`, or nothing
-    where that is empty."""
-    known = list(known)
-    if close := nearest(word, known, most, least_alike):
+def did_you_mean(word: str, vocabulary: Iterable[str], limit: int = 1, least_alike: float = 0.6, otherwise: str = "known") -> str:
+    """The end of a sentence about a word that is not in a vocabulary: the nearest ones; where none is near, all of them after `otherwise`,
+    or nothing where that is empty."""
+    vocabulary = list(vocabulary)
+    if close := nearest(word, vocabulary, limit, least_alike):
         return f"; did you mean {' or '.join(map(repr, close))}?"
-    return f"; {otherwise}: {', '.join(known)}" if otherwise else ""
+    return f"; {otherwise}: {', '.join(vocabulary)}" if otherwise else ""
 
 
-def shown(value: object, most: int = 120) -> str:
+def shown(value: object, max_length: int = 120) -> str:
     """A value as it is told in a message: its repr, whose middle is left out where it is long."""
-    if isinstance(value, int) and abs(value) >= 10**most:
-        return f"a number of more than {most} digits"
+    if isinstance(value, int) and abs(value) >= 10**max_length:
+        return f"a number of more than {max_length} digits"
     text = repr(value)
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 4 :]}"
+    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 4 :]}"

@@ -18,30 +18,31 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)  # errors that no program makes alone
 
 
-def refused(fault: OSError, what: str = "") -> LongshiftError:
-    """The error of a person for what a disk refuses: OutOfMemoryError where it has no room, CheckpointError else. `what`: the file or
-    folder, where the fault does not name it."""
-    name = what or fault.filename or "a file"
-    why = fault.strerror or str(fault)
+def refused(fault: OSError, name: str = "") -> LongshiftError:
+    """The error of a person for what a disk refuses: OutOfMemoryError where it has no room, CheckpointError else. `name`: of the file or
+    folder, where the fault does not say it."""
+    name = name or fault.filename or "a file"
+    reason = fault.strerror or str(fault)
     if fault.errno in NO_ROOM:
-        return OutOfMemoryError(f"{name} cannot be written: {why}; make room, then go on with --resume=auto")
-    return CheckpointError(f"{name} cannot be written: {why}")
+        return OutOfMemoryError(f"{name} cannot be written: {reason}; make room, then go on with --resume=auto")
+    return CheckpointError(f"{name} cannot be written: {reason}")
 
 
 def is_no_room(fault: Exception) -> bool:
     """Whether a disk had no room. The library of safetensors says so in words alone."""
-    told = re.search(r"\(os error ([0-9]+)\)", str(fault))
-    number = fault.errno if isinstance(fault, OSError) and fault.errno else int(told[1]) if told else None
-    return number in NO_ROOM
+    if isinstance(fault, OSError) and fault.errno:
+        return fault.errno in NO_ROOM
+    match = re.search(r"\(os error ([0-9]+)\)", str(fault))
+    return match is not None and int(match[1]) in NO_ROOM
 
 
 @contextmanager
-def written(what: str) -> Iterator[None]:
+def written(name: str) -> Iterator[None]:
     """Raise what the disk refuses inside as the error of a person, see `refused`."""
     try:
         yield
     except OSError as fault:
-        raise refused(fault, what) from None
+        raise refused(fault, name) from None
 
 
 @contextmanager
@@ -49,8 +50,8 @@ def temporary_folder() -> Iterator[Path]:
     """A folder for this process, which is removed at the end. Raises OutOfMemoryError and CheckpointError where none can be made."""
     with ExitStack() as stack:
         with written("a temporary folder"):
-            place = stack.enter_context(held_folder(Path(tempfile.gettempdir())))
-        yield place
+            folder = stack.enter_context(held_folder(Path(tempfile.gettempdir())))
+        yield folder
 
 
 def publish(target: Path, fill: Callable[[Path], None]) -> None:
@@ -60,8 +61,8 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
     Raises OSError (disk full, no permission) and what `fill` raises; then nothing is left behind.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with held_folder(target.parent, "", ".building") as aside:
-        building = aside / target.name  # inside, as the temporary folder itself is for its owner only
+    with held_folder(target.parent, "", ".building") as temporary:
+        building = temporary / target.name  # inside, as the temporary folder itself is for its owner only
         building.mkdir()
         fill(building)
         for path in [*building.iterdir(), building]:
@@ -94,35 +95,36 @@ def sync(path: Path) -> None:
 
 def rewrite(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new, never a part. Raises OSError; then nothing is left behind."""
-    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    new_file = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
+        new_file.write_text(text, encoding="utf-8")
+        os.replace(new_file, path)
     except BaseException:
         with suppress(OSError):
-            fresh.unlink()
+            new_file.unlink()
         raise
 
 
 def absolute(path: str) -> str:
     """A path from the working directory and with `~` filled in, made absolute. Raises ValueError where no file can have that name."""
     try:
-        found = str(Path(path).expanduser().absolute())
+        absolute_path = str(Path(path).expanduser().absolute())
     except RuntimeError:
         raise ValueError(f"{path[:80]!r}: there is no such user; write the path out, or ./~... for a name that begins so") from None
-    if any(len(os.fsencode(part)) > 255 for part in found.split(os.sep)) or len(os.fsencode(found)) > 4095:
+    has_long_name = any(len(os.fsencode(part)) > 255 for part in absolute_path.split(os.sep))
+    if has_long_name or len(os.fsencode(absolute_path)) > 4095:
         raise ValueError(f"{path[:80]!r}... has {len(path)} characters: a name has at most 255 bytes, and a path 4095")
-    return found
+    return absolute_path
 
 
-def read_small(path: Path, most_bytes: int) -> str:
+def read_small(path: Path, max_bytes: int) -> str:
     """The text of a file that a person or a small program wrote. Raises OSError and ValueError: no plain file, too large, or not UTF-8."""
     if path.exists() and not path.is_file():
         raise ValueError("it is no plain file")
     with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes; is this the right file?")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes; is this the right file?")
     return data.decode()
 
 

@@ -61,23 +61,30 @@ def hint(path: tuple[str | int, ...]) -> str:
     if above == "train.stages" and name in STAGE:
         return f"; it is {STAGE[name]} now"
     is_source = above in SOURCES or above.startswith("train.stages.data")
-    return f"; it is format now, as in format: {{{FORMATS[name]}}}" if is_source and name in FORMATS else ""
+    if is_source and name in FORMATS:
+        return f"; it is format now, as in format: {{{FORMATS[name]}}}"
+    return ""
 
 
 def translate(values: dict[str, Any]) -> Iterator[str]:
     """Give the config of an older run today's keys, in place. Yields a sentence for each setting that is no more."""
-    for key, now in RENAMED.items():
+    # 1. Keys of the run.
+    for key, new_key in RENAMED.items():
         for value in _take(values, key):
-            section, name = now.split(".")
+            section, name = new_key.split(".")
             values[section][name] = value
     for key, removed in REMOVED.items():
         for value in _take(values, key):
             if value not in removed.defaults:
                 yield f"{key} was {value!r} in the run: {removed.instead}"
+
+    # 2. A stage had keys of its own, and is a list of overrides now.
     for stage in _mappings(values, ["train", "stages"]):
-        given = {STAGE.get(key, key): value for key, value in stage.items() if value is not None}
+        overrides = {STAGE.get(key, key): value for key, value in stage.items() if value is not None}
         stage.clear()
-        stage.update(given)
+        stage.update(overrides)
+
+    # 3. A source named fields by keys of its own, and has a format now.
     for path in (*(path.split(".") for path in SOURCES), ["train", "stages", "data.train"]):
         for source in _mappings(values, path):
             fields = {name: source.pop(name) for name in FORMATS if name in source}

@@ -50,16 +50,17 @@ def starter(model: str, data: Sequence[str]) -> str:
     """A config for a preset or a model folder, and data files (none: the standard library's sources). Raises UsageError for a model
     that does not exist or is not supported."""
     is_folder = _is_folder(model)
-    which = _mapping(path=model) if is_folder else _mapping(preset=model)
     sources = [_mapping(path=_files(path)) for path in data] or [_mapping(corpus="python")]
     spec = read_spec(Path(model)) if is_folder else preset(model)
     longest = min(4096, spec.max_positions)
-    tokenizer = f"tokenizer: {_scalar(model)}" if is_folder else "# tokenizer: ./tokenizer.json"
-    why = "the model folder's own" if is_folder else "or a folder that holds one; see above for what is taken without"
+    if is_folder:
+        tokenizer = f"{f'tokenizer: {_scalar(model)}':<38} # the model folder's own"
+    else:
+        tokenizer = f"{'# tokenizer: ./tokenizer.json':<38} or a folder that holds one; see above for what is taken without"
     return TEMPLATE.format(
         notes="".join(f"{_comment(note)}\n" for note in notes(model)) + "\n",
-        model=which,
-        tokenizer=f"{tokenizer:<38} {'# ' * is_folder}{why}",
+        model=_mapping(path=model) if is_folder else _mapping(preset=model),
+        tokenizer=tokenizer,
         sources="".join(f"\n    - {source}" for source in sources),
         max_len=format_size(longest),
         short=format_size(longest // 4),
@@ -75,24 +76,25 @@ def notes(model: str) -> tuple[str, ...]:
     """What a person should know of the weights, and of the tokenizer, that a starter chooses. Raises UsageError as `starter`."""
     if not _is_folder(model):
         spec = preset(model)
-        own = min(PROJECT_VOCAB, spec.vocab)
-        rows = f", and the other {spec.vocab - own:,} rows of the embedding are not trained" if own < spec.vocab else ""
+        vocab = min(PROJECT_VOCAB, spec.vocab)
+        rows = f", and the other {spec.vocab - vocab:,} rows of the embedding are not trained" if vocab < spec.vocab else ""
         return (
             f"the weights of {model} are random: a preset is a model's shape, without its weights. To go on with published ones, "
             "name their folder",
-            f"the tokenizer has {own:,} tokens and is trained on the standard library's Python sources, since a preset has none{rows}. "
+            f"the tokenizer has {vocab:,} tokens and is trained on the standard library's Python sources, since a preset has none{rows}. "
             "For other texts, name one in data.tokenizer",
         )
-    folder, spec = Path(model), read_spec(Path(model))
-    weights = any(folder.glob("*.safetensors"))
+    folder = Path(model)
+    spec = read_spec(folder)
+    if any(folder.glob("*.safetensors")):
+        weights = f"training begins with the weights of {model}"
+    else:
+        weights = f"{model} holds no weights in *.safetensors: add them, or write init: scratch"
     if (folder / "tokenizer.json").exists():
         tokenizer = f"the tokenizer is that of {model}, by which its weights were trained"
     else:
         tokenizer = f"{model} holds no tokenizer.json: name one of at most {spec.vocab:,} tokens in data.tokenizer"
-    begins = f"training begins with the weights of {model}"
-    if not weights:
-        begins = f"{model} holds no weights in *.safetensors: add them, or write init: scratch"
-    return (begins, tokenizer)
+    return (weights, tokenizer)
 
 
 def _comment(note: str) -> str:
@@ -117,8 +119,8 @@ def write_new(text: str, to: Path) -> None:
 def _files(path: str) -> str:
     """A pattern for all under a folder, unless `datasets` has saved it."""
     folder = Path(path)
-    saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
-    return f"{path.rstrip('/')}/**/*" if folder.is_dir() and not saved else path
+    is_dataset = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
+    return f"{path.rstrip('/')}/**/*" if folder.is_dir() and not is_dataset else path
 
 
 def _mapping(**field: str) -> str:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX, OWNER = "longshift-", ".owner"
+PREFIX = "longshift-"
+OWNER = ".owner"
 EMPTY_S = 3600.0
 
 
@@ -24,33 +25,34 @@ def held_folder(parent: Path, prefix: str = PREFIX, suffix: str = "") -> Iterato
     """A new folder in `parent`, for this user only, which is removed at the end; those of such names that nobody holds are removed first.
     Raises OSError."""
     sweep(parent, prefix, suffix)
-    with tempfile.TemporaryDirectory(suffix, prefix, parent, ignore_cleanup_errors=True) as made:
-        place = Path(made)
-        with (place / f"{OWNER}-new").open("w") as owner:
+    with tempfile.TemporaryDirectory(suffix, prefix, parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with (folder / f"{OWNER}-new").open("w") as owner:
             _lock(owner.fileno())
             owner.write(os.uname().nodename)
             owner.flush()
-            os.rename(owner.name, place / OWNER)  # under this name it is locked, or nobody's
-            yield place
+            os.rename(owner.name, folder / OWNER)  # under this name it is locked, or nobody's
+            yield folder
 
 
 def sweep(parent: Path, prefix: str = PREFIX, suffix: str = "") -> None:
     """Remove folders of this user in `parent` whose process is gone."""
     with suppress(OSError):
-        for place in list(parent.iterdir()):
-            if place.name.startswith(prefix) and place.name.endswith(suffix):
+        for folder in list(parent.iterdir()):
+            if folder.name.startswith(prefix) and folder.name.endswith(suffix):
                 with suppress(OSError):
-                    found = place.lstat()
-                    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and _left(place, found.st_mtime):
-                        shutil.rmtree(place, ignore_errors=True)
+                    status = folder.lstat()
+                    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+                    if is_own and _is_abandoned(folder, status.st_mtime):
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _left(place: Path, changed_s: float) -> bool:
+def _is_abandoned(folder: Path, changed_s: float) -> bool:
     """Whether nobody on this machine, which made a folder, holds its lock, or it has been empty since long ago. Raises OSError for what is
     not ours to judge."""
-    if {path.name for path in place.iterdir()} <= {f"{OWNER}-new"}:
+    if {path.name for path in folder.iterdir()} <= {f"{OWNER}-new"}:
         return time.time() - changed_s > EMPTY_S
-    file = os.open(place / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return os.read(file, 1024) == os.uname().nodename.encode() and _lock(file)
     finally:

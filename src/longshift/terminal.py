@@ -36,8 +36,8 @@ def read_or_not(files: bool = False) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        told = fault.filename or fault.errno == errno.ENOSPC or all(map(_takes, (sys.stdout, sys.stderr)))
-        if fault.errno not in UNREAD or (files and told):
+        is_of_a_file = fault.filename or fault.errno == errno.ENOSPC or all(map(_is_open, (sys.stdout, sys.stderr)))
+        if fault.errno not in UNREAD or (files and is_of_a_file):
             raise
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -52,13 +52,13 @@ def say(line: str) -> None:
         print(f"longshift: {printable(line)}", file=sys.stderr, flush=True)
 
 
-def _takes(stream: TextIO) -> bool:
+def _is_open(stream: TextIO) -> bool:
     """Whether somebody reads a stream, or it is a file. That its disk is full does not show."""
     try:
         os.write(stream.fileno(), b"")
-        seen = select.poll()
-        seen.register(stream.fileno(), select.POLLOUT)
-        return not any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in seen.poll(0))
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        return not any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
     except OSError:
         return False
 

@@ -667,8 +667,8 @@ def rows_of_the_last_block_lost(patch: Patch) -> None:
     """Where the loss is computed in blocks of rows, the last block's labels are forgotten."""
     right = runner_module._rows
 
-    def wrong(head: Head, x: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> tuple[slice, Tensor]:
-        here, labels = right(head, x, micro, ops, number)
+    def wrong(head: Head, x: Tensor, micro: MicroBatch, number: int) -> tuple[slice, Tensor]:
+        here, labels = right(head, x, micro, number)
         return here, torch.full_like(labels, IGNORE) if number and here.stop >= len(x) else labels
 
     patch.setattr(runner_module, "_rows", wrong)

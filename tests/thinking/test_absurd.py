@@ -10,7 +10,7 @@ from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.layout import legal
 from longshift.layout.layout import MOST_RANKS, Layout
-from longshift.spec.config_json import MOST_BLOCKS
+from longshift.spec.config_json import MAX_BLOCKS
 from longshift.spec.families import PRESETS, from_hugging_face, read_spec, to_hugging_face
 
 GOOD = """\
@@ -60,7 +60,7 @@ def test_any_value_of_any_key_is_read_or_refused_by_file_and_key(name):
         ("architectures", True, "architectures = True: must be a list"),
         ("hidden_act", [], r"hidden_act = \[\]: supported: silu"),
         ("model_type", ["llama"], r"model_type \['llama'\] is not a supported"),
-        ("num_hidden_layers", 10**18, f"must be a positive whole number, at most {MOST_BLOCKS}"),
+        ("num_hidden_layers", 10**18, f"must be a positive whole number, at most {MAX_BLOCKS}"),
         ("vocab_size", 10**30, "vocab_size = 1000"),
         ("rope_scaling", {"rope_type": "linear", "factor": 10**60}, r"rope_scaling.factor = 1000.* must be a positive number"),
         ("zzz", "y" * 10**6, "zzz = 'yyy.* is not understood"),

@@ -23,7 +23,8 @@ from typing import Any
 from longshift.errors import UsageError
 
 ALL = "all"
-A, B = "lora_A.weight", "lora_B.weight"
+A = "lora_A.weight"
+B = "lora_B.weight"
 # Keys of PEFT's adapter_config.json: other functions than W x + scale B A x where they are set.
 FOREIGN = ("use_rslora", "use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
 FOREIGN += ("layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens")
@@ -59,37 +60,39 @@ def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any
     if not lora and not freeze:
         return spec
     if lora:
-        known = linear_modules(spec.params, spec.layers)
+        modules = linear_modules(spec.params, spec.layers)
         for name in lora.targets:
-            if name not in (ALL, *known):
-                raise UsageError(f"lora.targets: no linear layer of this model is called {name!r}: it has {', '.join(known)}")
+            if name not in (ALL, *modules):
+                raise UsageError(f"lora.targets: no linear layer of this model is called {name!r}: it has {', '.join(modules)}")
         if not lora.targets:
-            raise UsageError(f"lora.targets is empty: name some of {', '.join(known)}, or write all")
+            raise UsageError(f"lora.targets is empty: name some of {', '.join(modules)}, or write all")
     for pattern in freeze:
         if not any(fnmatchcase(p.name, pattern) for p in spec.params):
-            some = ", ".join(p.name for p in spec.params[:3])
-            raise UsageError(f"freeze: no weight of this model matches {pattern!r}: they are called {some}, ...")
-    found = replace(spec, lora=lora, freeze=freeze)
-    if not found.learned:
+            examples = ", ".join(p.name for p in spec.params[:3])
+            raise UsageError(f"freeze: no weight of this model matches {pattern!r}: they are called {examples}, ...")
+    adapted_spec = replace(spec, lora=lora, freeze=freeze)
+    if not adapted_spec.learned:
         raise UsageError("freeze: every weight of the model matches, nothing would be trained")
-    return found
+    return adapted_spec
 
 
-def adapter_faults(about: Mapping[str, Any], spec: Any) -> list[str]:
+def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
     """Why the adapters that an `adapter_config.json` of PEFT describes are not those of a model, a line each: another kind, size or scale,
     or a function that is not `W x + scale B A x`. Which layers have one, the names of tensors say."""
-    lora, faults = spec.lora, list[str]()
-    if about.get("peft_type") != "LORA":
-        return [f"peft_type is {about.get('peft_type')!r}, not LORA"]
-    if about.get("r") != lora.rank:
-        faults.append(f"r is {about.get('r')!r}, and model.lora.rank is {lora.rank}")
-    if about.get("lora_alpha") != lora.alpha:
-        faults.append(f"lora_alpha is {about.get('lora_alpha')!r}, and model.lora.alpha is {lora.alpha:g}")
-    if about.get("bias", "none") != "none":
-        faults.append(f"bias is {about['bias']!r}: biases are not trained here")
-    if isinstance(made := about.get("init_lora_weights"), str) and made.lower().split("_")[0] in CHANGING:
-        faults.append(f"init_lora_weights is {made!r}: PEFT changed the model's own weights beside these adapters")
-    faults += [f"{key} is {about[key]!r}, which is not there" for key in FOREIGN if about.get(key)]
+    if config.get("peft_type") != "LORA":
+        return [f"peft_type is {config.get('peft_type')!r}, not LORA"]
+    lora = spec.lora
+    faults: list[str] = []
+    if config.get("r") != lora.rank:
+        faults.append(f"r is {config.get('r')!r}, and model.lora.rank is {lora.rank}")
+    if config.get("lora_alpha") != lora.alpha:
+        faults.append(f"lora_alpha is {config.get('lora_alpha')!r}, and model.lora.alpha is {lora.alpha:g}")
+    if config.get("bias", "none") != "none":
+        faults.append(f"bias is {config['bias']!r}: biases are not trained here")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().split("_")[0] in CHANGING:
+        faults.append(f"init_lora_weights is {init!r}: PEFT changed the model's own weights beside these adapters")
+    faults += [f"{key} is {config[key]!r}, which is not there" for key in FOREIGN if config.get(key)]
     return faults
 
 
@@ -97,15 +100,17 @@ def with_adapters(params: Iterable[Any], layers: int, lora: Lora | None, freeze:
     """The parameter table with adapters, each behind its weight, and with what is not trained marked: all but the adapters where there are
     any, and the weights whose names match a pattern of `freeze`. `input_major`: weights are stored [in, out]."""
     for p in params:
-        frozen = lora is not None or any(fnmatchcase(p.name, pattern) for pattern in freeze)
-        yield replace(p, frozen=True) if frozen else p
+        is_frozen = lora is not None or any(fnmatchcase(p.name, pattern) for pattern in freeze)
+        yield replace(p, frozen=True) if is_frozen else p
         if lora and _adaptable(p, layers) and (ALL in lora.targets or module_of(p.name) in lora.targets):
-            into, out = (0, 1) if input_major else (1, 0)
-            stem, cut_in, cut_out = p.name.removesuffix("weight"), p.dim == into, p.dim == out
-            a = (lora.rank, p.shape[into]), 1 if cut_in else None, p.parts if cut_in else (), "fan_in"
-            b = (p.shape[out], lora.rank), 0 if cut_out else None, p.parts if cut_out else (), "zeros"
-            for end, role, (shape, dim, parts, init) in ((A, "a", a), (B, "b", b)):
-                yield replace(p, name=stem + end, role=f"{p.role}_lora_{role}", shape=shape, dim=dim, parts=parts, init=init)
+            input_dim, output_dim = (0, 1) if input_major else (1, 0)
+            stem = p.name.removesuffix("weight")
+            a = replace(p, name=stem + A, role=f"{p.role}_lora_a", shape=(lora.rank, p.shape[input_dim]), init="fan_in")
+            b = replace(p, name=stem + B, role=f"{p.role}_lora_b", shape=(p.shape[output_dim], lora.rank), init="zeros")
+
+            # Tensor parallelism cuts the one beside its own cut: A by input, B by output.
+            yield replace(a, dim=1) if p.dim == input_dim else replace(a, dim=None, parts=())
+            yield replace(b, dim=0) if p.dim == output_dim else replace(b, dim=None, parts=())
 
 
 def _adaptable(p: Any, layers: int) -> bool:

@@ -66,9 +66,9 @@ _NEEDS: Mapping[str, tuple[Any, str]] = {
 }
 
 
-MOST = 1 << 31  # of every number of a model: the ids of tensors of that width are 32 bits
-MOST_BLOCKS = 1 << 12  # lists of blocks are walked, and no model has a tenth of them
-MOST_NUMBER = 1e15  # and its inverse: fp32 squares them
+MAX_SIZE = 1 << 31  # of every number of a model: the ids of tensors of that width are 32 bits
+MAX_BLOCKS = 1 << 12  # lists of blocks are walked, and no model has a tenth of them
+MAX_NUMBER = 1e15  # and its inverse: fp32 squares them
 
 
 class Reader:
@@ -76,49 +76,49 @@ class Reader:
     replaced by a harmless one, so that all faults are found and raised together."""
 
     def __init__(self, config: Mapping[str, Any], where: str = ""):
-        self.config, self.where = config, where
+        self.config = config
+        self.where = where
         self.known: set[str] = set()
         self.faults: list[str] = []
         self.dropout: dict[str, float] = {}
 
-    def fault(self, key: str, value: object, why: str) -> None:
-        self.faults.append(f"{self.where}{str(key)[:80]} = {shown(value)}: {why}")
+    def fault(self, key: str, value: object, reason: str) -> None:
+        self.faults.append(f"{self.where}{str(key)[:80]} = {shown(value)}: {reason}")
 
-    def value(self, key: str, default: Any, good: Callable[[Any], bool], why: str) -> Any:
-        """`config[key]` if `good(value)`; absent or null means `default`."""
+    def value(self, key: str, default: Any, is_good: Callable[[Any], bool], reason: str) -> Any:
+        """`config[key]` if `is_good(value)`, else a fault with this `reason`; absent or null means `default`."""
         self.known.add(key)
         value = self.config.get(key)
         if value is None:
             return default
-        if not good(value):
-            self.fault(key, value, why)
+        if not is_good(value):
+            self.fault(key, value, reason)
             return default
         return value
 
-    def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
-        return self._positive(key, default, (int,), 1, most, f"must be a positive whole number, at most {most}")
+    def size(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        return self._positive(key, default, (int,), 1, limit, f"must be a positive whole number, at most {limit}")
 
     def number(self, key: str, default: float | None = None) -> float:
-        why = f"must be a positive number, from {1 / MOST_NUMBER:g} to {MOST_NUMBER:g}"
-        return self._positive(key, default, (int, float), 1 / MOST_NUMBER, MOST_NUMBER, why)
+        reason = f"must be a positive number, from {1 / MAX_NUMBER:g} to {MAX_NUMBER:g}"
+        return self._positive(key, default, (int, float), 1 / MAX_NUMBER, MAX_NUMBER, reason)
 
-    def _positive(self, key: str, default: Any, kinds: tuple[type, ...], least: float, most: float, why: str) -> Any:
+    def _positive(self, key: str, default: Any, kinds: tuple[type, ...], low: float, high: float, reason: str) -> Any:
         """Required where there is no default."""
         if default is None and self.config.get(key) is None:
             self.fault(key, None, "is required")
-        return self.value(key, default or 1, lambda v: type(v) in kinds and least <= v <= most, why)
+        return self.value(key, default or 1, lambda v: type(v) in kinds and low <= v <= high, reason)
 
     def flag(self, key: str, default: bool) -> bool:
         return self.value(key, default, lambda v: isinstance(v, bool), "must be true or false")
 
-    def only(self, key: str, same: Any, why: str) -> None:
+    def only(self, key: str, supported: Any, reason: str) -> None:
         """A key of which one value is supported, which is also what its absence means."""
-        self.value(key, same, lambda v: v == same, why)
+        self.value(key, supported, lambda v: v == supported, reason)
 
     def activation(self, key: str, default: str) -> str:
-        return _ACTIVATION[
-            self.value(key, default, lambda v: isinstance(v, str) and v in _ACTIVATION, f"supported: {', '.join(_ACTIVATION)}")
-        ]
+        reason = f"supported: {', '.join(_ACTIVATION)}"
+        return _ACTIVATION[self.value(key, default, lambda v: isinstance(v, str) and v in _ACTIVATION, reason)]
 
     def no_dropout(self, key: str, default: float = 0.0) -> None:
         rate = self.value(key, default, lambda v: type(v) in (int, float) and 0 <= v <= 1, "must be a number from 0 to 1")
@@ -131,7 +131,9 @@ class Reader:
             if key in _DROPOUT:
                 self.no_dropout(key)
             elif key in _NEEDS:
-                self.only(key, *_NEEDS[key])
+                supported, need = _NEEDS[key]
+                self.only(key, supported, need)
             elif self.config[key] is not None:
-                why = "is not understood; if it does not change what the model computes, delete it from config.json"
-                self.fault(key, self.config[key], why)
+                self.fault(
+                    key, self.config[key], "is not understood; if it does not change what the model computes, delete it from config.json"
+                )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.files import read_small
 from longshift.other_tools import family_hint, preset_hint
-from longshift.spec.config_json import MOST_BLOCKS, Reader
+from longshift.spec.config_json import MAX_BLOCKS, Reader
 from longshift.spec.model import ModelSpec, Rope
 
 
@@ -51,7 +51,7 @@ class Family:
     caps: tuple[float, float] | None = None
 
 
-MOST_BYTES = 1 << 20  # of a config.json: labels of a classifier are the longest that there is
+MAX_BYTES = 1 << 20  # of a config.json: labels of a classifier are the longest that there is
 
 _GPT2_ALWAYS: Mapping[str, Any] = {
     "norm": "layer",
@@ -76,14 +76,25 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(
         "Gemma2ForCausalLM",
         {"norm_place": "both", "norm_less_one": True},
-        **{"kv_heads": 4, "head_width": 256, "tied": True, "biases": ("attention_bias",), "window": "pattern", "window_every": 2},
-        **{"gemma": True, "caps": (50.0, 30.0)},
+        kv_heads=4,
+        head_width=256,
+        tied=True,
+        biases=("attention_bias",),
+        window="pattern",
+        window_every=2,
+        gemma=True,
+        caps=(50.0, 30.0),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {"qk_norm": True, "norm_place": "both", "norm_less_one": True},
-        **{"kv_heads": 4, "head_width": 256, "tied": True, "theta": 1e6, "biases": ("attention_bias",)},
-        **{"window": "pattern", "gemma": True},
+        kv_heads=4,
+        head_width=256,
+        tied=True,
+        theta=1e6,
+        biases=("attention_bias",),
+        window="pattern",
+        gemma=True,
     ),
     "gpt2": Family("GPT2LMHeadModel", _GPT2_ALWAYS, tied=True, norm_eps=1e-5),
 }
@@ -101,16 +112,16 @@ def read_spec(folder: Path) -> ModelSpec:
     """The model of a Hugging Face folder, from its `config.json`. Raises UsageError."""
     file = folder / "config.json"
     try:
-        found = json.loads(read_small(file, MOST_BYTES))
+        config = json.loads(read_small(file, MAX_BYTES))
     except FileNotFoundError:
         raise UsageError(f"{folder} holds no config.json; a model path is a Hugging Face folder on this machine") from None
     except OSError as fault:
         raise UsageError(f"{str(file)[:300]} cannot be read: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
         raise UsageError(f"{file} is not JSON that can be read: {fault}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UsageError(f"{file} must hold a JSON object")
-    return from_hugging_face(found, str(file))
+    return from_hugging_face(config, str(file))
 
 
 def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> ModelSpec:
@@ -122,20 +133,20 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     if not isinstance(name, str) or name not in FAMILIES:
         hint = _text_hint(config) or family_hint(str(name)) or _typing_hint(str(name))
         raise UsageError(f"{file}: model_type {shown(name)} is not a supported model family{hint}")
-    reader, family = Reader(config), FAMILIES[name]
-    reader.known |= {"model_type", "architectures"}
-    whole = family.architecture
-    expected = (whole, whole.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model"))
-    for asked in reader.value("architectures", [], lambda v: isinstance(v, list), "must be a list of one name"):
-        if asked not in expected:
-            reader.fault("architectures", asked, f"supported for {name}: {' and '.join(expected)}")
+    family = FAMILIES[name]
+    reader = Reader(config)
+    reader.known.add("model_type")
+    body = family.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
+    for architecture in reader.value("architectures", [], lambda v: isinstance(v, list), "must be a list of one name"):
+        if architecture not in (family.architecture, body):
+            reader.fault("architectures", architecture, f"supported for {name}: {family.architecture} and {body}")
     values = _gpt2(reader, family) if name == "gpt2" else _llama_like(reader, family)
     reader.refuse_the_rest()
     if reader.faults:
         raise UsageError(f"{file}:\n  " + "\n  ".join(reader.faults))
     if reader.dropout:
-        asked = ", ".join(f"{key} {value}" for key, value in reader.dropout.items())
-        warnings.warn(f"{file} asks for dropout ({asked}); training here applies none", stacklevel=2)
+        rates = ", ".join(f"{key} {rate}" for key, rate in reader.dropout.items())
+        warnings.warn(f"{file} asks for dropout ({rates}); training here applies none", stacklevel=2)
     return ModelSpec(family=name, **{**family.always, **values})
 
 
@@ -173,8 +184,8 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
     back = from_hugging_face(config)
     lost = [f.name for f in fields(spec) if getattr(spec, f.name) != getattr(back, f.name)]
     if lost:
-        what = ", ".join(f"{name}={getattr(spec, name)!r} (would become {getattr(back, name)!r})" for name in lost)
-        raise UsageError(f"a {spec.family} config.json cannot say {what}")
+        changes = ", ".join(f"{name}={getattr(spec, name)!r} (would become {getattr(back, name)!r})" for name in lost)
+        raise UsageError(f"a {spec.family} config.json cannot say {changes}")
     return config
 
 
@@ -186,23 +197,33 @@ def preset(name: str) -> ModelSpec:
 
 
 def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
-    width, layers, heads = read.size("hidden_size"), read.size("num_hidden_layers", most=MOST_BLOCKS), read.size("num_attention_heads")
+    # 1. Sizes. A family's default of key/value heads is for an absent key; null means as many as query heads.
+    width = read.size("hidden_size")
+    layers = read.size("num_hidden_layers", limit=MAX_BLOCKS)
+    heads = read.size("num_attention_heads")
     head_width = read.size("head_dim", family.head_width or width // heads or 1)
-    absent = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
-    kv_heads = read.size("num_key_value_heads", absent)
+    default_kv_heads = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
+    kv_heads = read.size("num_key_value_heads", default_kv_heads)
     if read.config.get("head_dim") is None and family.head_width is None and width % heads:
         read.fault("hidden_size", width, f"does not divide into {heads} heads")
     if heads % kv_heads:
         read.fault("num_attention_heads", heads, f"does not divide into {kv_heads} key/value heads")
     rotary = _rotary(read, family, head_width)
+
+    # 2. What families differ in.
     biases = {key: read.flag(key, False) for key in family.biases}
     attention_bias = biases.get("attention_bias", False)
-    scales = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()} if family.scales else {}
+    extras: dict[str, Any] = {}
+    if family.scales:
+        extras = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()}
+    if family.gemma:
+        extras = {"embed_scale": width**0.5, "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
+        extras |= _caps(read, family.caps) if family.caps else {"window_rope": _window_rope(read)}
+    activation_key, activation = "hidden_act", "silu"
     if family.gemma:
         read.known.add("hidden_act")  # `hidden_activation` counts
-        scales = {"embed_scale": width**0.5, "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
-        scales |= _caps(read, family.caps) if family.caps else {"window_rope": _window_rope(read)}
-    _says_the_same(read, head_width)
+        activation_key, activation = "hidden_activation", "gelu_pytorch_tanh"
+    _check_scale(read, head_width)
     window, full_blocks = _window(read, family, layers)
     return {
         "vocab": read.size("vocab_size"),
@@ -215,7 +236,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "max_positions": read.size("max_position_embeddings"),
         "tied": read.flag("tie_word_embeddings", family.tied),
         "norm_eps": read.number("rms_norm_eps", family.norm_eps),
-        "activation": read.activation(*(("hidden_activation", "gelu_pytorch_tanh") if family.gemma else ("hidden_act", "silu"))),
+        "activation": read.activation(activation_key, activation),
         "qkv_bias": attention_bias or family.always.get("qkv_bias", False),
         "out_bias": attention_bias,
         "mlp_bias": biases.get("mlp_bias", False),
@@ -225,29 +246,35 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "sliding_window": window,
         "full_blocks": full_blocks,
         "init_std": read.number("initializer_range", 0.02),
-        **scales,
+        **extras,
     }
 
 
 def _window_rope(read: Reader) -> Rope:
     """Gemma 3's rotary embedding of blocks with a window."""
     theta = float(read.number("rope_local_base_freq", 10000.0))
-    nested = isinstance(read.config.get("rope_parameters"), Mapping) and "sliding_attention" in read.config["rope_parameters"]
-    return _rope(read, theta, "sliding_attention") if nested else Rope(theta)
+    parameters = read.config.get("rope_parameters")
+    if isinstance(parameters, Mapping) and "sliding_attention" in parameters:
+        return _rope(read, theta, "sliding_attention")
+    return Rope(theta)
 
 
-def _caps(read: Reader, absent: tuple[float, float]) -> dict[str, Any]:
-    """Gemma 2's soft caps; null: none."""
+def _caps(read: Reader, defaults: tuple[float, float]) -> dict[str, Any]:
+    """Gemma 2's soft caps of scores and of logits; null: none. `defaults`: of absent keys."""
     keys = {"attn_logit_softcapping": "score_cap", "final_logit_softcapping": "logit_cap"}
-    found = {name: float(read.number(key, default)) for (key, name), default in zip(keys.items(), absent)}
-    return {name: None if key in read.config and read.config[key] is None else found[name] for key, name in keys.items()}
+    caps: dict[str, Any] = {}
+    for (key, name), default in zip(keys.items(), defaults):
+        cap = float(read.number(key, default))
+        is_null = key in read.config and read.config[key] is None
+        caps[name] = None if is_null else cap
+    return caps
 
 
-def _says_the_same(read: Reader, head_width: int) -> None:
-    """Keys of other families whose harmless value depends on this model."""
+def _check_scale(read: Reader, head_width: int) -> None:
+    """Keys of other families for the scale of attention, whose harmless value depends on this model."""
     if "query_pre_attn_scalar" not in read.known:
-        why = f"supported: {head_width}, the head width; this family has no other scale of attention"
-        read.only("query_pre_attn_scalar", head_width, why)
+        reason = f"supported: {head_width}, the head width; this family has no other scale of attention"
+        read.only("query_pre_attn_scalar", head_width, reason)
     if "attention_multiplier" not in read.known:
         scale = head_width**-0.5
         read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
@@ -255,9 +282,9 @@ def _says_the_same(read: Reader, head_width: int) -> None:
 
 def _rotary(read: Reader, family: Family, head_width: int) -> int:
     """Channels of a head that turn."""
-    found = [read.config.get(key) for key in ("rope_parameters", "rope_scaling")] + [read.config]
     key = "partial_rotary_factor"
-    factor = next((some[key] for some in found if isinstance(some, Mapping) and some.get(key) is not None), 1.0)
+    sections = [read.config.get("rope_parameters"), read.config.get("rope_scaling"), read.config]
+    factor = next((section[key] for section in sections if isinstance(section, Mapping) and section.get(key) is not None), 1.0)
     read.known.add(key)
     if type(factor) not in (int, float) or not 0 < factor <= 1:
         read.fault(key, factor, "must be a number above 0, at most 1")
@@ -272,39 +299,45 @@ def _rotary(read: Reader, family: Family, head_width: int) -> int:
 
 def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
     """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`, where blocks differ one mapping for each kind)."""
+    # 1. The section that says it.
     read.known |= {"rope_parameters", "rope_scaling"}
-    given = {key: read.config[key] for key in ("rope_parameters", "rope_scaling") if read.config.get(key)}
-    for key, value in given.items():
-        if not isinstance(value, Mapping):
-            read.fault(key, value, "must be a mapping")
+    sections = {key: read.config[key] for key in ("rope_parameters", "rope_scaling") if read.config.get(key)}
+    for key, section in sections.items():
+        if not isinstance(section, Mapping):
+            read.fault(key, section, "must be a mapping")
             return Rope()
-    if len(given) == 2:
-        read.fault("rope_scaling", given["rope_scaling"], "given twice: rope_parameters says it too; keep one")
-    key, found = next(iter(given.items()), ("rope_parameters", {}))
-    if isinstance(found.get(blocks), Mapping):
-        key, found = f"{key}.{blocks}", found[blocks]
-    inner = Reader(found, f"{key}.")
+    if len(sections) == 2:
+        read.fault("rope_scaling", sections["rope_scaling"], "given twice: rope_parameters says it too; keep one")
+    key, section = next(iter(sections.items()), ("rope_parameters", {}))
+    if isinstance(section.get(blocks), Mapping):
+        key = f"{key}.{blocks}"
+        section = section[blocks]
+    inner = Reader(section, f"{key}.")
+
+    # 2. Its kind, under one of two names or both.
     kinds = ("default", "linear", "llama3", "yarn")
-    why = f"supported: {', '.join(kinds)}"
-    if "dynamic" in (found.get("rope_type"), found.get("type")):
+    reason = f"supported: {', '.join(kinds)}"
+    if "dynamic" in (section.get("rope_type"), section.get("type")):
         positions = read.config.get("max_position_embeddings")
-        why += f"; documents of at most {positions} tokens have the same angles without it: for these, set {key} to null"
-    names = [name for name in ("rope_type", "type") if found.get(name) is not None] or ["rope_type"]
-    asked = [inner.value(name, "default", lambda v: isinstance(v, str) and v in kinds, why) for name in names]
-    outer = read.number("rope_theta", theta)  # it is read whatever the kind is
+        reason += f"; documents of at most {positions} tokens have the same angles without it: for these, set {key} to null"
+    names = [name for name in ("rope_type", "type") if section.get(name) is not None] or ["rope_type"]
+    section_kinds = [inner.value(name, "default", lambda v: isinstance(v, str) and v in kinds, reason) for name in names]
+    model_theta = read.number("rope_theta", theta)  # it is read whatever the kind is
     if inner.faults:
         read.faults += inner.faults
         return Rope()
-    if len(set(asked)) > 1:
-        inner.fault("type", asked[1], f"but rope_type says {asked[0]!r}")
-    own = inner.number("rope_theta", outer)
-    if own != outer and read.config.get("rope_theta") is not None:
-        inner.fault("rope_theta", own, f"but rope_theta says {outer!r}")
-    scaling = _scaling(inner, asked[0], read)
+    if len(set(section_kinds)) > 1:
+        inner.fault("type", section_kinds[1], f"but rope_type says {section_kinds[0]!r}")
+
+    # 3. Its numbers.
+    section_theta = inner.number("rope_theta", model_theta)
+    if section_theta != model_theta and read.config.get("rope_theta") is not None:
+        inner.fault("rope_theta", section_theta, f"but rope_theta says {model_theta!r}")
+    scaling = _scaling(inner, section_kinds[0], read)
     inner.known.add("partial_rotary_factor")
     inner.refuse_the_rest()
     read.faults += inner.faults
-    return Rope(theta=float(own), **scaling)
+    return Rope(theta=float(section_theta), **scaling)
 
 
 def _scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
@@ -324,18 +357,26 @@ def _scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
 
 def _yarn(inner: Reader, outer: Reader) -> dict[str, Any]:
     """`attention_factor` where it is absent: of the factor, or of the two `mscale`. The original positions: those of the model."""
-    factor, whole = float(inner.number("factor")), outer.size("max_position_embeddings")
-    positions = inner.size("original_max_position_embeddings", whole)
-    fast, slow = float(inner.number("beta_fast", 32.0)), float(inner.number("beta_slow", 1.0))
-    above, below = (inner.number(key, 0.0) if inner.config.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    factor = float(inner.number("factor"))
+    positions = inner.size("original_max_position_embeddings", outer.size("max_position_embeddings"))
+    fast = float(inner.number("beta_fast", 32.0))
+    slow = float(inner.number("beta_slow", 1.0))
+    mscale, mscale_all_dim = (inner.number(key, 0.0) if inner.config.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
     inner.known |= {"mscale", "mscale_all_dim"}
-    derived = yarn_magnitude(factor, above) / yarn_magnitude(factor, below) if above and below else yarn_magnitude(factor)
-    magnitude = float(inner.number("attention_factor", derived))
+    magnitude = yarn_magnitude(factor)
+    if mscale and mscale_all_dim:
+        magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    magnitude = float(inner.number("attention_factor", magnitude))
     if fast <= slow:
         inner.fault("beta_fast", fast, f"must exceed beta_slow {slow}")
     return {
-        **{"scaling": "yarn", "factor": factor, "original_positions": positions, "beta_fast": fast, "beta_slow": slow},
-        **{"magnitude": magnitude, "truncate": inner.flag("truncate", True)},
+        "scaling": "yarn",
+        "factor": factor,
+        "original_positions": positions,
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "magnitude": magnitude,
+        "truncate": inner.flag("truncate", True),
     }
 
 
@@ -348,23 +389,29 @@ def _nope_every(read: Reader, family: Family, layers: int) -> int:
     """`ModelSpec.nope_every`, from a flag for each block that is 0 where it has no rotary embedding, or from their interval."""
     every = read.value("no_rope_layer_interval", family.nope_every, lambda v: type(v) is int and v >= 0, "must be a whole number")
     flags = read.value("no_rope_layers", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
-    key, given = ("no_rope_layers", flags) if flags else ("no_rope_layer_interval", every)
+    key, value = ("no_rope_layers", flags) if flags else ("no_rope_layer_interval", every)
     if flags:
         every = next((block for block, flag in enumerate(flags, 1) if not flag), 0)
-        if [bool(flag) for flag in flags] != [not every or block % every > 0 for block in range(1, layers + 1)]:
-            read.fault(key, given, "supported: blocks without rotary embedding at one interval")
+        expected = [not every or block % every > 0 for block in range(1, layers + 1)]
+        if [bool(flag) for flag in flags] != expected:
+            read.fault(key, value, "supported: blocks without rotary embedding at one interval")
     if every and every <= layers and not family.nope_every:
-        read.fault(key, given, "needs blocks without rotary embedding, which this family has not")
+        read.fault(key, value, "needs blocks without rotary embedding, which this family has not")
     return every if every <= layers else 0
 
 
 def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window, or None, and the blocks that have none although others do."""
+    # 1. What the keys say.
     types = read.value("layer_types", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
-    if any(not isinstance(kind, str) for kind in types or ()) or set(types or ()) - {"sliding_attention", "full_attention"}:
+    if any(kind not in ("sliding_attention", "full_attention") for kind in types or ()):
         read.fault("layer_types", types, "supported: sliding_attention and full_attention")
         types = None
-    window = read.size("sliding_window", family.window_size) if read.config.get("sliding_window", family.window_size) is not None else None
+    window = None
+    if read.config.get("sliding_window", family.window_size) is not None:
+        window = read.size("sliding_window", family.window_size)
+
+    # 2. Families whose window is of all blocks, or of blocks at an interval.
     if family.window == "all":
         if types and set(types) != {"sliding_attention" if window else "full_attention"}:
             read.fault("layer_types", types, f"but sliding_window says {window}")
@@ -373,30 +420,38 @@ def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tupl
         every = read.size("sliding_window_pattern", family.window_every)
         types = types or ["sliding_attention" if block % every else "full_attention" for block in range(1, layers + 1)]
         return _windowed(types, window)
-    use = read.flag("use_sliding_window", False)
+    is_used = read.flag("use_sliding_window", False)
     first = read.value("max_window_layers", 28, lambda v: type(v) is int and v >= 0, "must be a whole number")
+
+    # 3. Families without one.
     if family.window is None:
-        off = types or read.config.get("use_sliding_window") is False
-        asks = (use, "sliding_attention" in (types or ()), bool(read.config.get("sliding_window")) and not off)
-        for key, asked in zip(("use_sliding_window", "layer_types", "sliding_window"), asks):
-            if asked:
+        is_off = types or read.config.get("use_sliding_window") is False
+        requests = {
+            "use_sliding_window": is_used,
+            "layer_types": "sliding_attention" in (types or ()),
+            "sliding_window": read.config.get("sliding_window") and not is_off,
+        }
+        for key, is_requested in requests.items():
+            if is_requested:
                 read.fault(key, read.config[key], "needs a sliding window, which this family has not")
         return None, ()
-    implied = ["sliding_attention" if use and window and block >= first else "full_attention" for block in range(layers)]
-    kinds = types or implied
-    if "sliding_attention" in kinds and not (use and window):
-        read.fault("use_sliding_window", use, "but layer_types says sliding_attention")
-    return _windowed(kinds, window)
+
+    # 4. Families whose window is of the blocks from some number on.
+    types = types or ["sliding_attention" if is_used and window and block >= first else "full_attention" for block in range(layers)]
+    if "sliding_attention" in types and not (is_used and window):
+        read.fault("use_sliding_window", is_used, "but layer_types says sliding_attention")
+    return _windowed(types, window)
 
 
-def _windowed(kinds: list[str], window: int | None) -> tuple[int | None, tuple[int, ...]]:
-    if window is None or "sliding_attention" not in kinds:
+def _windowed(types: list[str], window: int | None) -> tuple[int | None, tuple[int, ...]]:
+    if window is None or "sliding_attention" not in types:
         return None, ()
-    return window, tuple(block for block, kind in enumerate(kinds, 1) if kind == "full_attention")
+    return window, tuple(block for block, type_ in enumerate(types, 1) if type_ == "full_attention")
 
 
 def _gpt2(read: Reader, family: Family) -> dict[str, Any]:
-    width, heads = read.size("n_embd"), read.size("n_head")
+    width = read.size("n_embd")
+    heads = read.size("n_head")
     if width % heads:
         read.fault("n_embd", width, f"does not divide into {heads} heads")
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
@@ -404,7 +459,7 @@ def _gpt2(read: Reader, family: Family) -> dict[str, Any]:
     return {
         "vocab": read.size("vocab_size"),
         "width": width,
-        "layers": read.size("n_layer", most=MOST_BLOCKS),
+        "layers": read.size("n_layer", limit=MAX_BLOCKS),
         "heads": heads,
         "kv_heads": heads,
         "head_width": width // heads,
@@ -441,22 +496,28 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
         "rope_scaling": scaling or None,
     }
     family = FAMILIES[spec.family]
-    config |= {key: {"attention_bias": spec.out_bias, "mlp_bias": spec.mlp_bias}[key] for key in family.biases}
-    config |= {"partial_rotary_factor": spec.rotary_width / spec.head_width} if family.partial_rotary else {}
+    if "attention_bias" in family.biases:
+        config["attention_bias"] = spec.out_bias
+    if "mlp_bias" in family.biases:
+        config["mlp_bias"] = spec.mlp_bias
+    if family.partial_rotary:
+        config["partial_rotary_factor"] = spec.rotary_width / spec.head_width
     if family.nope_every:
-        flags = [int(spec.rope_of(block) is not None) for block in range(1, spec.layers + 1)]
-        config |= {"no_rope_layers": flags, "no_rope_layer_interval": spec.nope_every}
-    config |= {key: getattr(spec, name) for key, name in _SCALES.items()} if family.scales else {}
+        config["no_rope_layers"] = [int(spec.rope_of(block) is not None) for block in range(1, spec.layers + 1)]
+        config["no_rope_layer_interval"] = spec.nope_every
+    if family.scales:
+        config |= {key: getattr(spec, name) for key, name in _SCALES.items()}
     if family.window == "all":
         config["sliding_window"] = spec.sliding_window
-    elif family.window:
-        window, full = spec.sliding_window, spec.full_blocks
-        kinds = ["full_attention" if spec.window(block) is None else "sliding_attention" for block in range(1, spec.layers + 1)]
-        config |= {"sliding_window": window, "layer_types": kinds} if window else {}
-        if family.window == "some":
-            config["use_sliding_window"] = window is not None
-            first = next((block for block in range(spec.layers) if block + 1 not in full), spec.layers)
-            config |= {"max_window_layers": first} if window else {}
+    elif family.window and spec.sliding_window:
+        blocks = range(1, spec.layers + 1)
+        config["sliding_window"] = spec.sliding_window
+        config["layer_types"] = ["full_attention" if spec.window(block) is None else "sliding_attention" for block in blocks]
+    if family.window == "some":
+        config["use_sliding_window"] = spec.sliding_window is not None
+        if spec.sliding_window:
+            first = next((block for block in range(spec.layers) if block + 1 not in spec.full_blocks), spec.layers)
+            config["max_window_layers"] = first
     if family.gemma:
         scalar = round(spec.score_scale**-2, 6)
         config["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
@@ -483,9 +544,9 @@ def _gpt2_keys(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _decoder(family: str, vocab: int, width: int, layers: int, heads: int, kv: int, ffn: int, positions: int, **more: Any) -> ModelSpec:
-    head_width = more.pop("head_width", width // heads)
-    return ModelSpec(family, vocab, width, layers, heads, kv, head_width, ffn, positions, **more)
+def _decoder(family: str, vocab: int, width: int, layers: int, heads: int, kv: int, ffn: int, positions: int, **switches: Any) -> ModelSpec:
+    head_width = switches.pop("head_width", width // heads)
+    return ModelSpec(family, vocab, width, layers, heads, kv, head_width, ffn, positions, **switches)
 
 
 _LLAMA3: Mapping[str, Any] = {"norm_eps": 1e-5, "rope": Rope(theta=500000.0)}
@@ -497,12 +558,24 @@ _QWEN3: Mapping[str, Any] = {"qk_norm": True, "rope": Rope(theta=1000000.0)}
 _SMOLLM3: Mapping[str, Any] = {"tied": True, "rope": Rope(theta=5000000.0), "nope_every": 4}
 _OLMO2: Mapping[str, Any] = {"qk_norm_whole": True, "norm_place": "after", "rope": Rope(theta=500000.0)}
 _GRANITE: Mapping[str, Any] = {
-    **{"tied": True, "norm_eps": 1e-5, "rope": Rope(theta=5000000.0)},
-    **{"attention_scale": 0.015625, "embed_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0},
+    "tied": True,
+    "norm_eps": 1e-5,
+    "rope": Rope(theta=5000000.0),
+    "attention_scale": 0.015625,
+    "embed_scale": 12.0,
+    "residual_scale": 0.22,
+    "logit_divisor": 8.0,
 }
 _GEMMA3: Mapping[str, Any] = {
-    **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "tied": True, "activation": "gelu_tanh"},
-    **{"head_width": 256, "rope": Rope(theta=1e6), "window_rope": Rope(), "attention_scale": 0.0625},
+    "qk_norm": True,
+    "norm_place": "both",
+    "norm_less_one": True,
+    "tied": True,
+    "activation": "gelu_tanh",
+    "head_width": 256,
+    "rope": Rope(theta=1e6),
+    "window_rope": Rope(),
+    "attention_scale": 0.0625,
 }
 _GPT2: Mapping[str, Any] = {**_GPT2_ALWAYS, "tied": True, "norm_eps": 1e-5, "activation": "gelu_tanh"}
 
@@ -527,7 +600,10 @@ PRESETS: Mapping[str, ModelSpec] = {
     "smollm3-3b": _decoder("smollm3", 128256, 2048, 36, 16, 4, 11008, 65536, **_SMOLLM3),
     "gemma-3-1b": _decoder(
         *("gemma3_text", 262144, 1152, 26, 4, 1, 6912, 32768),
-        **{**_GEMMA3, "embed_scale": 1152**0.5, "sliding_window": 512, "full_blocks": (6, 12, 18, 24)},
+        **_GEMMA3,
+        embed_scale=1152**0.5,
+        sliding_window=512,
+        full_blocks=(6, 12, 18, 24),
     ),
     "phi-4": _decoder("phi3", 100352, 5120, 40, 40, 10, 17920, 16384, norm_eps=1e-5, rope=Rope(theta=250000.0), fused=True),
 }

@@ -24,15 +24,15 @@ from longshift.spec.adapters import Lora, with_adapters
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
     """Half-open range of the `index`-th of `parts` contiguous, nearly equal shares of `total`; the first ones are the larger."""
-    each, extra = divmod(total, parts)
-    start = index * each + min(index, extra)
-    return start, start + each + (index < extra)
+    size, extra = divmod(total, parts)
+    start = index * size + min(index, extra)
+    return start, start + size + (index < extra)
 
 
 def attended(length: Any, window: int | None) -> Any:
     """Pairs of a token of a document and one of the last `window` tokens that it attends to; half of the length's square for None."""
-    seen = length if window is None else np.minimum(length, window)
-    return seen * seen / 2.0 + (length - seen) * seen
+    reach = length if window is None else np.minimum(length, window)
+    return reach * reach / 2.0 + (length - reach) * reach
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,8 @@ class Part:
     def rows(self, parts: int, index: int) -> tuple[int, int]:
         """Half-open range of rows, relative to the part's start, of coordinate `index` of `parts`."""
         first, last = share(self.heads or self.units, parts, index)
-        if self.heads:
-            group = self.heads // self.units
-            first, last = first // group, -(-last // group)
-        return first * self.size, last * self.size
+        group = self.heads // self.units if self.heads else 1
+        return first // group * self.size, -(-last // group) * self.size
 
 
 @dataclass(frozen=True)
@@ -200,8 +198,8 @@ class ModelSpec:
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings that its blocks have."""
-        found = (self.rope_of(block) for block in range(1, self.layers + 1))
-        return tuple(dict.fromkeys(rope for rope in found if rope))
+        ropes = (self.rope_of(block) for block in range(1, self.layers + 1))
+        return tuple(dict.fromkeys(rope for rope in ropes if rope))
 
     def window(self, block: int) -> int | None:
         """How many tokens a token of this block attends to, its own included; None: all of its document."""
@@ -213,18 +211,23 @@ class ModelSpec:
 
     @cached_property
     def _alike(self) -> tuple[int, ...]:
-        first: dict[tuple, int] = {}
-        frozen: dict[int, tuple[str, ...]] = {}
+        """By block, from the first on, the first one that computes as it does."""
+        frozen_roles: dict[int, list[str]] = {}
         for p in self.params if self.freeze else ():
-            frozen[p.unit] = *frozen.get(p.unit, ()), *((p.role,) if p.frozen else ())
-        keys = ((self.rope_of(block), self.window(block), frozen.get(block)) for block in range(1, self.layers + 1))
-        return tuple(first.setdefault(key, block) for block, key in enumerate(keys, 1))
+            if p.frozen:
+                frozen_roles.setdefault(p.unit, []).append(p.role)
+        first_of_kind: dict[tuple, int] = {}
+        alike = []
+        for block in range(1, self.layers + 1):
+            kind = self.rope_of(block), self.window(block), tuple(frozen_roles.get(block, ()))
+            alike.append(first_of_kind.setdefault(kind, block))
+        return tuple(alike)
 
     @cached_property
     def windows(self) -> Mapping[int | None, float]:
         """The windows of its blocks, and the share of the blocks that has each."""
-        found = Counter(self.window(block) for block in range(1, self.layers + 1))
-        return {window: blocks / self.layers for window, blocks in found.items()}
+        counts = Counter(self.window(block) for block in range(1, self.layers + 1))
+        return {window: count / self.layers for window, count in counts.items()}
 
     def attended(self, length: Any) -> Any:
         """Pairs of a token of a document and one that it attends to, half of them on the diagonal, the mean of all blocks: for a number or
@@ -244,13 +247,13 @@ class ModelSpec:
     def multiplied(self) -> tuple[frozenset[str], ...]:
         """By unit, the names of the trained weights that it multiplies with. Embeddings are looked up; adapters have gradients of their
         own."""
-        found: list[set[str]] = [set() for _ in range(self.units)]
+        names: list[set[str]] = [set() for _ in range(self.units)]
         for p in self.params:
             if len(p.shape) == 2 and not p.frozen and not p.role.endswith(("_lora_a", "_lora_b")):
                 for unit in (p.unit, p.also_unit):
                     if unit:  # unit 0 looks up
-                        found[unit].add(p.name)
-        return tuple(map(frozenset, found))
+                        names[unit].add(p.name)
+        return tuple(map(frozenset, names))
 
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on average (causal: half its document).
@@ -308,27 +311,37 @@ _NORM_NAMES: Mapping[str, Mapping[str, str]] = {  # of blocks, by `norm_place`
 
 def _parameter_table(spec: ModelSpec) -> Iterator[Param]:
     names = _GPT2_NAMES if spec.fused_qkv else {**_LLAMA_NAMES, **_NORM_NAMES[spec.norm_place]}
-    vocab, head = (Part(spec.vocab),), spec.layers + 1
-    embedding = spec.vocab, spec.width
-    yield Param(f"{names['embed']}.weight", "embed", embedding, 0, 0, vocab, also_unit=head if spec.tied else None)
+    head_unit = spec.layers + 1
+    shape = spec.vocab, spec.width
+    rows = (Part(spec.vocab),)
+
+    # 1. Embeddings.
+    yield Param(f"{names['embed']}.weight", "embed", shape, unit=0, dim=0, parts=rows, also_unit=head_unit if spec.tied else None)
     if spec.learned_positions:
-        yield Param(f"{names['positions']}.weight", "positions", (spec.max_positions, spec.width), 0)
-    block = tuple(_block_table(spec, names))
+        yield Param(f"{names['positions']}.weight", "positions", (spec.max_positions, spec.width), unit=0)
+
+    # 2. Blocks, which have the same weights under other names.
+    block_params = tuple(_block_table(spec, names))
     for unit in range(1, spec.layers + 1):
-        for param in block:
+        for param in block_params:
             yield replace(param, name=f"{names['block']}.{unit - 1}.{param.name}", unit=unit)
+
+    # 3. Final norm and output head.
     for param in _norm(spec, names, "norm", spec.width):
-        yield replace(param, unit=head)
+        yield replace(param, unit=head_unit)
     if not spec.tied:
-        yield Param("lm_head.weight", "head", embedding, head, 0, vocab)
+        yield Param("lm_head.weight", "head", shape, head_unit, dim=0, parts=rows)
 
 
 def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
     """The weights of a block, by their names in it."""
-    query, keys = (Part(spec.heads, spec.head_width),), (Part(spec.kv_heads, spec.head_width, heads=spec.heads),)
-    ffn, width = (Part(spec.ffn),), spec.width
+    query = (Part(spec.heads, spec.head_width),)
+    keys = (Part(spec.kv_heads, spec.head_width, heads=spec.heads),)
+    ffn = (Part(spec.ffn),)
+
+    # 1. Attention.
     if spec.norm_place != "after":
-        yield from _norm(spec, names, "norm1", width)
+        yield from _norm(spec, names, "norm1", spec.width)
     if spec.fused_qkv or spec.fused:
         yield from _linear(spec, names, "fused", query + keys + keys, spec.qkv_bias)
     else:
@@ -339,12 +352,14 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
             yield from _norm(spec, names, role, spec.head_width)
         if spec.qk_norm_whole:
             size = parts[0].units * spec.head_width
-            yield Param(f"{names[role]}.weight", role, (size,), 0, 0, parts, decay=False, init="ones")
+            yield Param(f"{names[role]}.weight", role, (size,), unit=0, dim=0, parts=parts, decay=False, init="ones")
     yield from _linear(spec, names, "o", query, spec.out_bias, from_parts=True)
     if spec.norm_place != "before":
-        yield from _norm(spec, names, "post1", width)
+        yield from _norm(spec, names, "post1", spec.width)
+
+    # 2. MLP.
     if spec.norm_place != "after":
-        yield from _norm(spec, names, "norm2", width)
+        yield from _norm(spec, names, "norm2", spec.width)
     if spec.fused:
         yield from _linear(spec, names, "gate_up", ffn + ffn, spec.mlp_bias)
     else:
@@ -352,7 +367,7 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
             yield from _linear(spec, names, role, ffn, spec.mlp_bias)
     yield from _linear(spec, names, "down", ffn, spec.mlp_bias, from_parts=True)
     if spec.norm_place != "before":
-        yield from _norm(spec, names, "post2", width)
+        yield from _norm(spec, names, "post2", spec.width)
 
 
 def _norm(spec: ModelSpec, names: Mapping[str, str], role: str, size: int) -> Iterator[Param]:
@@ -367,11 +382,11 @@ def _linear(
     """A linear layer from the model's width to `parts`, which tensor parallelism cuts, or back `from_parts`. GPT-2 stores weights
     input-major ("Conv1D")."""
     size = sum(part.units * part.size for part in parts)
-    shape, dim = ((spec.width, size), 1) if from_parts else ((size, spec.width), 0)
-    if spec.fused_qkv:
-        shape, dim = shape[::-1], 1 - dim
-    yield Param(f"{names[role]}.weight", role, shape, 0, dim, parts, init="normal_out" if from_parts else "normal")
+    is_cut_first = from_parts == spec.fused_qkv  # whether the dim of `parts` is the first as it is stored
+    shape = (size, spec.width) if is_cut_first else (spec.width, size)
+    init = "normal_out" if from_parts else "normal"
+    yield Param(f"{names[role]}.weight", role, shape, unit=0, dim=0 if is_cut_first else 1, parts=parts, init=init)
     if has_bias and from_parts:
-        yield Param(f"{names[role]}.bias", f"{role}_bias", (spec.width,), 0, decay=False, init="zeros")
+        yield Param(f"{names[role]}.bias", f"{role}_bias", (spec.width,), unit=0, decay=False, init="zeros")
     elif has_bias:
-        yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), 0, 0, parts, decay=False, init="zeros")
+        yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), unit=0, dim=0, parts=parts, decay=False, init="zeros")

@@ -40,21 +40,22 @@ def stretched(
         if width <= 2:
             raise UsageError("type: dynamic keeps the fastest channel as it is, and this model turns one pair alone; use type: linear")
         return replace(spec, rope=Rope(rope.theta * factor ** (width / (width - 2))))
-    made = Rope(rope.theta, kind, factor)
+    new_rope = Rope(rope.theta, kind, factor)
     if kind == "llama3":
-        made = replace(made, low_freq_factor=1.0, original_positions=positions)
+        new_rope = replace(new_rope, low_freq_factor=1.0, original_positions=positions)
     elif kind == "yarn":
-        made = replace(made, original_positions=positions, magnitude=yarn_magnitude(factor))
-    return replace(spec, rope=made)
+        new_rope = replace(new_rope, original_positions=positions, magnitude=yarn_magnitude(factor))
+    return replace(spec, rope=new_rope)
 
 
-def replaced_scaling(before: ModelSpec, after: ModelSpec) -> str | None:
+def replaced_scaling(spec: ModelSpec, stretched_spec: ModelSpec) -> str | None:
     """A sentence where stretching took the scaling of the model's own rotary embedding away, else None."""
-    was, now = before.rope, after.rope
-    if was is None or now is None or was.scaling is None or replace(was, theta=now.theta) == now:
+    old = spec.rope
+    new = stretched_spec.rope
+    if old is None or new is None or old.scaling is None or replace(old, theta=new.theta) == new:
         return None
-    instead = f"{now.scaling} by {now.factor:g}" if now.scaling else f"a base of {now.theta:g}"
-    return f"model.rope takes the place of the scaling that the model has ({was.scaling} by {was.factor:g}): it is {instead} now"
+    scaling = f"{new.scaling} by {new.factor:g}" if new.scaling else f"a base of {new.theta:g}"
+    return f"model.rope takes the place of the scaling that the model has ({old.scaling} by {old.factor:g}): it is {scaling} now"
 
 
 def beyond(spec: ModelSpec, max_len: int) -> str | None:
