@@ -29,7 +29,14 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import save as save_cluster
 from longshift.cluster.host import core_count, has_gpu, profile_of_host
 from longshift.cluster.named import cluster as cluster_named
-from longshift.command_results import CalibrationResult, Checked, CorpusFacts, Exported, LayoutPlan, MemoryCheck
+from longshift.command_results import (
+    CalibrationResult,
+    Checked,
+    CorpusFacts,
+    Exported,
+    LayoutPlan,
+    MemoryCheck,
+)
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, UsageError
@@ -150,7 +157,12 @@ def plan(
 
 
 def make_plan(
-    run: Config, on: str | None, fabric: str | None, lengths: Sequence[int] | str | Path | None, tell: Say, progress: Say
+    run: Config,
+    on: str | None,
+    fabric: str | None,
+    lengths: Sequence[int] | str | Path | None,
+    tell: Say,
+    progress: Say,
 ) -> "Planned":
     """What `plan` returns the result of. `tell`: what a person should know; `progress`: what is being done."""
     from longshift.trainer.auto_plan import other_ranks, task_of
@@ -180,7 +192,14 @@ def calibrate(run: str | Path, *, on: str | None = None, to: str | Path | None =
     return calibration.result(file)
 
 
-def export(run: str | Path, to: str | Path, *, best: bool = False, precision: WeightFormat | None = None, merge: bool = False) -> Exported:
+def export(
+    run: str | Path,
+    to: str | Path,
+    *,
+    best: bool = False,
+    precision: WeightFormat | None = None,
+    merge: bool = False,
+) -> Exported:
     """Write the newest checkpoint of a run folder as the new Hugging Face folder `to`: safetensors, config.json, tokenizer; of a run with
     adapters, the adapters alone as a folder of PEFT. `best`: the checkpoint with the lowest validation loss. `precision`: of the weights;
     that of the model folder that the run began with where not given, else float32. `merge`: adapters are added to the weights that they
@@ -222,7 +241,14 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
 def check_layouts(config: Config, world: int | None) -> None:
     """Raises UsageError where a layout of the config is not possible, with `world` ranks where that is given."""
     for edge in config.edges:
-        legal.check(config.spec, edge.use, world, min(edge.upto, config.data.max_len), edge.pack, config.formats.float8)
+        legal.check(
+            config.spec,
+            edge.use,
+            world,
+            min(edge.upto, config.data.max_len),
+            edge.pack,
+            config.formats.float8,
+        )
 
 
 def open_tokens(config: Config, verify: bool = True) -> "TokenCache":
@@ -269,7 +295,10 @@ def run_rank(
 
     log = MetricsLog(folder.metrics)
     names = config.save.trackers if own_rank() == 0 else ()
-    trackers = Trackers({name: open_tracker(name, folder.path, config.save.project) for name in names}, config.model_dump(mode="json"))
+    trackers = Trackers(
+        {name: open_tracker(name, folder.path, config.save.project) for name in names},
+        config.model_dump(mode="json"),
+    )
     ok = False
 
     def record(step: StepMetrics) -> None:

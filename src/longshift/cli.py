@@ -119,10 +119,8 @@ def train(
     from longshift.layout.auto_layout import AutoLayout
     from longshift.stream.trace import writable
     from longshift.trainer.header import Header
-    from longshift.trainer.interrupt import ENDING, Interrupt
-    from longshift.trainer.plan_file import keep
     from longshift.trainer.resumed import going_on
-    from longshift.trainer.run_folder import RunFolder, prepare
+    from longshift.trainer.run_folder import RunFolder
 
     # 1. A process that ranks are forked from imports what they need, while this one finds out what runs.
     may_start_ranks = world is None and (isinstance(run.layout, AutoLayout) or run.world > 1)
@@ -142,11 +140,7 @@ def train(
 
         # 2. The run folder, and what a person is shown of the run.
         trace = None if trace is None else writable(trace)
-        if world is not None:
-            _check_under_launcher(run, world)
-        folder = prepare(run, resume, rank, alone=world is None)
-        if rank == 0:
-            keep(plan, folder.path, resume)
+        folder = _open_folder(run, plan, rank, world, resume)
         if world is None and (header.shown or run.world > 1):
             header.data(run, api.open_tokens(run, verify=False).lengths)  # the ranks verify
         header.run(run, plan, folder, resume)
@@ -157,10 +151,9 @@ def train(
         else:
             if seed:
                 seed.close()
-            stop = Interrupt(*ENDING, say=say if rank == 0 else silent)
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
-                stop.end_with_launcher()
-            _run_unsupervised(run, folder, rank, resume, json, stop, trace)
+            _run_unsupervised(run, folder, rank, resume, json, trace)
+
+    # 4. Where the run is.
     is_finished = rank != 0 or _print_summary(run, folder, json)
     if world is not None:
         _leave(0)
@@ -400,7 +393,15 @@ def _plots(module: str) -> Any:
         raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
 
 
-def _launch(run: "Config", folder: "RunFolder", resume: bool, json: bool, trace: Path | None, seed: "Seed | None", crowded: bool) -> None:
+def _launch(
+    run: "Config",
+    folder: "RunFolder",
+    resume: bool,
+    json: bool,
+    trace: Path | None,
+    seed: "Seed | None",
+    crowded: bool,
+) -> None:
     """Train in ranks of this machine, forked from `seed` where there is one."""
     from longshift.trainer.launch import launch
 
@@ -413,7 +414,35 @@ def _launch(run: "Config", folder: "RunFolder", resume: bool, json: bool, trace:
         command += ["--trace", str(trace)]
     if not seed:
         command = [sys.executable, "-m", "longshift.cli", *command]
-    launch(command, run.world, folder, say=say, stall_timeout_s=run.train.stall_timeout, crowded=crowded, held=True, seed=seed)
+    launch(
+        command,
+        run.world,
+        folder,
+        say=say,
+        stall_timeout_s=run.train.stall_timeout,
+        crowded=crowded,
+        held=True,
+        seed=seed,
+    )
+
+
+def _open_folder(run: "Config", plan: "PlanFile | None", rank: int, world: int | None, resume: bool) -> "RunFolder":
+    """The run folder, made ready for this run. `world`: ranks of a launcher. Raises UsageError where layouts need another number."""
+    from longshift import api
+    from longshift.trainer.plan_file import keep
+    from longshift.trainer.run_folder import prepare
+
+    try:
+        if world is not None:
+            api.check_layouts(run, world)
+    except UsageError as fault:
+        if world == run.world:
+            raise
+        raise UsageError(f"{fault}\n{_place_in_words()}") from None
+    folder = prepare(run, resume, rank, alone=world is None)
+    if rank == 0:
+        keep(plan, folder.path, resume)
+    return folder
 
 
 def _load() -> None:
@@ -445,10 +474,23 @@ def _resolve_layout(run: "Config") -> "tuple[Config, PlanFile | None]":
         )
     from longshift.trainer.auto_plan import resolve_layout
 
-    return resolve_layout(run, lambda ranks: api.this_machine(ranks, say), lambda: Lengths.from_array(api.open_tokens(run).lengths), say)
+    return resolve_layout(
+        run,
+        lambda ranks: api.this_machine(ranks, say),
+        lambda: Lengths.from_array(api.open_tokens(run).lengths),
+        say,
+    )
 
 
-def _run(run: "Config", folder: "RunFolder", rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
+def _run(
+    run: "Config",
+    folder: "RunFolder",
+    rank: int,
+    resume: bool,
+    json: bool,
+    stop: Callable[[], bool],
+    trace: Path | None,
+) -> None:
     """This process's rank; rank 0 shows the steps."""
     from longshift import api
     from longshift.trainer.display import Display
@@ -461,9 +503,19 @@ def _run(run: "Config", folder: "RunFolder", rank: int, resume: bool, json: bool
 
 
 def _run_unsupervised(
-    run: "Config", folder: "RunFolder", rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None
+    run: "Config",
+    folder: "RunFolder",
+    rank: int,
+    resume: bool,
+    json: bool,
+    trace: Path | None,
 ) -> None:
     """`_run`, where no process of ours looks after it: a failure is raised in the class of its cause."""
+    from longshift.trainer.interrupt import ENDING, Interrupt
+
+    stop = Interrupt(*ENDING, say=say if rank == 0 else silent)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
+        stop.end_with_launcher()
     try:
         _run(run, folder, rank, resume, json, stop, trace)
     except Exception as fault:
@@ -518,18 +570,6 @@ def _place_in_words() -> str:
     )
 
 
-def _check_under_launcher(run: "Config", world: int) -> None:
-    """Raises UsageError where the layouts are not possible with the launcher's number of ranks."""
-    from longshift import api
-
-    try:
-        api.check_layouts(run, world)
-    except UsageError as fault:
-        if world == run.world:
-            raise
-        raise UsageError(f"{fault}\n{_place_in_words()}") from None
-
-
 def _per_node(ranks: int) -> int:
     """Ranks on each machine: what a launcher says, else all of them. Raises UsageError for what is no number of ranks."""
     text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
@@ -574,7 +614,10 @@ def _print_fault(fault: LongshiftError | CycloptsError) -> NoReturn:
     code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
     if "--json" in sys.argv:
         with read_or_not():
-            print(jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}), flush=True)
+            print(
+                jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}),
+                flush=True,
+            )
     else:
         say(str(fault))
     _end(code)

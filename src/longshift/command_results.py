@@ -98,7 +98,12 @@ class CorpusFacts(CommandResult):
         for bin in self.histogram:
             share = bin.tokens / self.tokens
             bar = "█" * round(BAR_COLUMNS * share)
-            table.add_row(f"to {format_size(bin.high)}", f"{bin.documents / self.documents:.1%}", f"{share:.1%}", bar)
+            table.add_row(
+                f"to {format_size(bin.high)}",
+                f"{bin.documents / self.documents:.1%}",
+                f"{share:.1%}",
+                bar,
+            )
         return table
 
     def _cap_table(self) -> Table:
@@ -155,7 +160,17 @@ class Checked(CommandResult):
         """A row for each layout, and the verdict."""
         yield f"{self.documents} documents, {self.tokens:,} tokens; loss {self.reference_loss:.4f} in {self.reference}"
         has_stages = len({row.stage for row in self.rows}) > 1
-        table = Table(*["stage"] * has_stages, "layout", "as", "loss", "gradients", "weights", "moments", "leaked", box=None)
+        table = Table(
+            *["stage"] * has_stages,
+            "layout",
+            "as",
+            "loss",
+            "gradients",
+            "weights",
+            "moments",
+            "leaked",
+            box=None,
+        )
         for row in self.rows:
             cells = [str(row.stage)] * has_stages
             cells += [row.layout, row.computed]
@@ -208,7 +223,13 @@ class MemoryCheck(CommandResult):
         peaks = Table("rank", "operations", "peak recorded", "predicted", "ratio", box=None)
         for row in self.ranks:
             ratio = f"{row.ratio:.4f}" + "  differs" * (not row.within)
-            peaks.add_row(str(row.rank), f"{row.operations:,}", f"{row.recorded:,}", f"{row.predicted:,}", ratio)
+            peaks.add_row(
+                str(row.rank),
+                f"{row.operations:,}",
+                f"{row.recorded:,}",
+                f"{row.predicted:,}",
+                ratio,
+            )
         yield peaks
         yield ""
         differences = Table("rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike", box=None)

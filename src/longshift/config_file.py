@@ -36,7 +36,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
     return parse_config(text, overrides, name=str(path), say=say if is_of_run else None)
 
 
-def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config", say: Callable[[str], None] | None = None) -> Config:
+def parse_config(
+    text: str,
+    overrides: Sequence[str] = (),
+    name: str = "config",
+    say: Callable[[str], None] | None = None,
+) -> Config:
     """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text is the config of a run."""
     # 1. The values of the text, and where each stands.
     document = read_yaml(text, name)
@@ -65,7 +70,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config",
         faults += _layout_faults(config, places.get(("layout",), name))
         if not faults:
             return config
-    lines = [f"{name}: {len(faults)} fault{'s' * (len(faults) > 1)} in the config", *faults[:MAX_FAULTS]]
+    lines = [
+        f"{name}: {len(faults)} fault{'s' * (len(faults) > 1)} in the config",
+        *faults[:MAX_FAULTS],
+    ]
     if len(faults) > MAX_FAULTS:
         lines.append(f"and {len(faults) - MAX_FAULTS} more")
     raise UsageError("\n  ".join(lines))
@@ -130,7 +138,10 @@ def _fields(path: tuple) -> dict[str, Any]:
             continue
         field = section.model_fields.get(key)
         types = getattr(field.annotation, "__args__", (field.annotation,)) if field else ()
-        section = next((type_ for type_ in types if isinstance(type_, type) and issubclass(type_, Section)), None)
+        section = next(
+            (type_ for type_ in types if isinstance(type_, type) and issubclass(type_, Section)),
+            None,
+        )
         if section is None:
             return {}
     return section.model_fields
@@ -147,7 +158,10 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     """One fault as `file:line: key: what is wrong and what mends it`."""
     path = tuple(error["loc"])
     # Of the longest part of the path that somebody has written.
-    place = next((places[path[:length]] for length in range(len(path), -1, -1) if path[:length] in places), name)
+    place = next(
+        (places[path[:length]] for length in range(len(path), -1, -1) if path[:length] in places),
+        name,
+    )
     key = ".".join(str(part)[:80] for part in path) or "config"
     if error["type"] == "extra_forbidden":
         word = str(path[-1])

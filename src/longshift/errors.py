@@ -57,7 +57,13 @@ def nearest(word: str, vocabulary: Iterable[str], limit: int = 1, least_alike: f
     return difflib.get_close_matches(word, list(vocabulary), limit, least_alike)
 
 
-def did_you_mean(word: str, vocabulary: Iterable[str], limit: int = 1, least_alike: float = 0.6, otherwise: str = "known") -> str:
+def did_you_mean(
+    word: str,
+    vocabulary: Iterable[str],
+    limit: int = 1,
+    least_alike: float = 0.6,
+    otherwise: str = "known",
+) -> str:
     """The end of a sentence about a word that is not in a vocabulary: the nearest ones; where none is near, all of them after `otherwise`,
     or nothing where that is empty."""
     vocabulary = list(vocabulary)

@@ -70,7 +70,11 @@ class Explanation(CommandResult):
         if self.links.origin == "assumed":
             for group in values["groups"]:
                 for group_traffic in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
-                    del group_traffic["bound_s"], group_traffic["overlapped_s"], group_traffic["in_order_s"]
+                    del (
+                        group_traffic["bound_s"],
+                        group_traffic["overlapped_s"],
+                        group_traffic["in_order_s"],
+                    )
         return values
 
     def parts(self) -> Iterator[RenderableType]:
@@ -124,7 +128,14 @@ def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | No
     formats = config.formats
     per_node = per_node or config.world
     links = links_of(cluster, per_node, -(-config.world // per_node))
-    return Itinerary(config.spec, config.edges, links, formats.compute_bytes, formats.home_bytes, config.switch.options)
+    return Itinerary(
+        config.spec,
+        config.edges,
+        links,
+        formats.compute_bytes,
+        formats.home_bytes,
+        config.switch.options,
+    )
 
 
 def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> StepShape:
@@ -158,7 +169,10 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         if later:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
-            pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
+            pruned += [
+                "no update: one at the end, at home",
+                "no hand-over of gradients from layout to layout: each goes home once",
+            ]
 
         # 2. What the rank that needs most memory needs and sends.
         need = most(needs(shape, [edge], transport, not gpus))
@@ -202,7 +216,11 @@ def _weights(
 ) -> tuple[str, Traffic | None, list[str]]:
     """How the weights of a group come, the traffic of a switch, and what is not done because layout `previous` has done it."""
     if previous is not None and itinerary.cuts[previous] == cut:
-        return f"here already: the copies of {previous}", None, ["no gather, no cast: the copies are shared"]
+        return (
+            f"here already: the copies of {previous}",
+            None,
+            ["no gather, no cast: the copies are shared"],
+        )
     cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
 
     # 1. From home, by gathers.
@@ -223,7 +241,11 @@ def _weights(
     if present_bytes := sum(int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights):
         pruned = [f"{_size(present_bytes)} of all ranks' wanted weights are where they are wanted already"]
     exchanges = f"{plan.exchanges} exchange{'s' * (plan.exchanges > 1)}"
-    return f"switch: {copies} from {origin}, {plan.planner}, {exchanges}{cast}", traffic(plan), pruned
+    return (
+        f"switch: {copies} from {origin}, {plan.planner}, {exchanges}{cast}",
+        traffic(plan),
+        pruned,
+    )
 
 
 def _gradients(itinerary: Itinerary, cut: Cut, stays: bool, formats: Format, layout: Layout) -> tuple[str, Traffic | None]:
@@ -240,10 +262,16 @@ def _gradients(itinerary: Itinerary, cut: Cut, stays: bool, formats: Format, lay
         is_sharded = any(bucket.sharded for bucket in buckets(itinerary.spec, itinerary.home))
         if coded and is_sharded:
             return f"{coded}, unit by unit {when}", None
-        return f"{'reduce-scatter' if is_sharded else 'all-reduce'} into home in {home}, unit by unit {when}", None
+        return (
+            f"{'reduce-scatter' if is_sharded else 'all-reduce'} into home in {home}, unit by unit {when}",
+            None,
+        )
     reduction = f"{coded or 'reduce-scatter to rows'} {when}, then " if cut.side == "rows" else ""
     note = f"; wire is for reductions, a switch sends {home}" if formats.wire.coded else ""
-    return f"{reduction}home by the plan that would bring the weights, backwards, added in {home}{note}", traffic(itinerary.sums(cut))
+    return (
+        f"{reduction}home by the plan that would bring the weights, backwards, added in {home}{note}",
+        traffic(itinerary.sums(cut)),
+    )
 
 
 def _traffic_lines(switch: Traffic | None, links: Links) -> Iterator[str]:

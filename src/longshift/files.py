@@ -15,7 +15,8 @@ from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
 from longshift.temporary import held_folder
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)  # errors that no program makes alone
+# Errors that no program makes alone.
+OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
 
 
 def refused(fault: OSError, name: str = "") -> LongshiftError:

@@ -22,12 +22,24 @@ REMOVED = {
     "train.crowded": RemovedKey((False,), "it is a flag of the command line now: longshift train CONFIG --crowded"),
     "data.valid.epochs": RemovedKey((None,), "what is validated on is read once: leave it out"),
     "data.valid.weight": RemovedKey((None,), "what is validated on is read once: leave it out"),
-    "home.early": RemovedKey((True,), "units on disk are updated before the norm wherever memory and disk have room: leave it out"),
-    "save.background": RemovedKey((False, True), "checkpoints are written while training goes on wherever memory has room: leave it out"),
+    "home.early": RemovedKey(
+        (True,),
+        "units on disk are updated before the norm wherever memory and disk have room: leave it out",
+    ),
+    "save.background": RemovedKey(
+        (False, True),
+        "checkpoints are written while training goes on wherever memory has room: leave it out",
+    ),
     "stream.ahead": RemovedKey((1,), "an object is always fetched one operation ahead: leave it out"),
-    "stream.checked": RemovedKey((False,), "longshift check compares what comes back from disk, and a run does not: leave it out"),
+    "stream.checked": RemovedKey(
+        (False,),
+        "longshift check compares what comes back from disk, and a run does not: leave it out",
+    ),
     "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),
-    "window": RemovedKey(({"gather": None, "reduce": None},), "as many bytes as the largest block's are always under way: leave it out"),
+    "window": RemovedKey(
+        ({"gather": None, "reduce": None},),
+        "as many bytes as the largest block's are always under way: leave it out",
+    ),
 }
 STAGE = {
     "max_len": "data.max_len",

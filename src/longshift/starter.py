@@ -98,7 +98,13 @@ def notes(model: str) -> tuple[str, ...]:
 
 
 def _comment(note: str) -> str:
-    return textwrap.fill(f"{note[0].upper()}{note[1:]}.", 132, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+    return textwrap.fill(
+        f"{note[0].upper()}{note[1:]}.",
+        132,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_on_hyphens=False,
+    )
 
 
 def _is_folder(model: str) -> bool:

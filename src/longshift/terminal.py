@@ -22,7 +22,11 @@ def open_streams() -> None:
                 os.fstat(number)
                 continue
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+            setattr(
+                sys,
+                name,
+                os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False),
+            )
     for stream in (sys.stdout, sys.stderr):  # a terminal of another encoding shows question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from yaml.events import AliasEvent, CollectionEndEvent, DocumentStartEvent, Event, MappingStartEvent, NodeEvent, ScalarEvent
+from yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    DocumentStartEvent,
+    Event,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+)
 
 from longshift.errors import UsageError
 
@@ -18,7 +26,17 @@ MAX_VALUES = 10_000
 MAX_DEPTH = 32
 MAX_DIGITS = 300  # more are no float either
 
-_WORDS = {"": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WORDS = {
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?")
 _ENDLESS = re.compile(r"([-+]?)\.(inf|nan)", re.IGNORECASE)

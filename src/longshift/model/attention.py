@@ -61,7 +61,16 @@ class Attention:
             self.kept.extend((out, lse))
         return out, lse
 
-    def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask: Mask, first: bool) -> None:
+    def fold(
+        self,
+        out_TNH: Tensor,
+        lse_TN: Tensor,
+        q_TNH: Tensor,
+        k_SKH: Tensor,
+        v_SKH: Tensor,
+        mask: Mask,
+        first: bool,
+    ) -> None:
         """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
         output that nothing else is folded into. The `first` must reach every query; what was there before it counts for nothing."""
         causal = mask != "all"
@@ -89,13 +98,29 @@ class Attention:
         larger attention that the piece is a part of."""
         kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
         if kernel.add and mask != "later":
-            dq, dk, dv = totals
-            kernel.add(dq, dk, dv, grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, mask == "causal", self.scale)
+            kernel.add(
+                *totals,
+                grad_TNH,
+                q_TNH,
+                k_SKH,
+                v_SKH,
+                out_TNH,
+                lse_TN,
+                mask == "causal",
+                self.scale,
+            )
         else:
             add_up(totals, self.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, mask))
 
     def backward(
-        self, grad_TNH: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, out_TNH: Tensor, lse_TN: Tensor, mask: Mask
+        self,
+        grad_TNH: Tensor,
+        q_TNH: Tensor,
+        k_SKH: Tensor,
+        v_SKH: Tensor,
+        out_TNH: Tensor,
+        lse_TN: Tensor,
+        mask: Mask,
     ) -> Sequence[Tensor]:
         """Gradients (dq, dk, dv) of a piece, as in `add`."""
         kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
@@ -113,7 +138,14 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, q, k, v, lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None = None
+        ctx,
+        q,
+        k,
+        v,
+        lengths: Sequence[int],
+        window: int | None,
+        attention: Attention,
+        ends: Tensor | None = None,
     ):
         if ends is None and attention.packed(lengths, window):
             ends = ends_of(lengths, q.device)
@@ -135,7 +167,8 @@ class PackedAttention(torch.autograd.Function):
         # 1. Gradients of a single call are returned as the kernel makes them, without a copy.
         if len(calls) == 1 and (calls[0].ends is not None or not banded(ctx.lengths, window)):
             out, lse = results or _forward(q, k, v, ctx.lengths, window, attention, ctx.ends)
-            return *_backward(grad, q, k, v, out, lse, calls[0], window, attention), None, None, None, None
+            grads = _backward(grad, q, k, v, out, lse, calls[0], window, attention)
+            return *grads, None, None, None, None
 
         # 2. Those of several calls are copied to their rows, call by call.
         totals = [torch.empty_like(t) for t in (q, k, v)]
@@ -180,7 +213,15 @@ def _calls(lengths: Sequence[int], window: int | None, attention: Attention, end
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, window: int | None, attention: Attention
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    window: int | None,
+    attention: Attention,
 ) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv); in at least float32 where a window is computed by pieces."""
     if packed := attention.packed(call.lengths, window):
@@ -192,7 +233,13 @@ def _backward(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    window: int | None,
+    attention: Attention,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output, in the format of q, and log-sum-exp of a pack."""
     calls = _calls(lengths, window, attention, ends)
@@ -207,21 +254,39 @@ def _forward(
         call_q, call_k, call_v, call_out, call_lse = (t[call.rows] for t in (q, k, v, out, lse))
         if packed and call.ends is not None:
             # Without a name for the results, which would keep them while the next call allocates its own.
-            copy_each((call_out, call_lse), packed.forward(call_q, call_k, call_v, call.ends, call.lengths, window, attention.scale))
+            copy_each(
+                (call_out, call_lse),
+                packed.forward(call_q, call_k, call_v, call.ends, call.lengths, window, attention.scale),
+            )
         elif window is None or len(call_q) <= window:
             attention.fold(call_out, call_lse, call_q, call_k, call_v, mask="causal", first=True)
         else:
             # Several pieces add to the same rows, so they are summed in at least float32.
             sums = call_out.to(sum_dtype)
             for queries, keys, mask in _pieces(len(call_q), window):
-                attention.fold(sums[queries], call_lse[queries], call_q[queries], call_k[keys], call_v[keys], mask, first=mask == "causal")
+                attention.fold(
+                    sums[queries],
+                    call_lse[queries],
+                    call_q[queries],
+                    call_k[keys],
+                    call_v[keys],
+                    mask,
+                    first=mask == "causal",
+                )
             if sums is not call_out:
                 call_out.copy_(sums)
     return out, lse
 
 
 def _windowed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, attention: Attention
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: int,
+    attention: Attention,
 ) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv) of a run longer than its window, in at least float32."""
     dq, dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))

@@ -13,7 +13,15 @@ from longshift.errors import UsageError
 from longshift.model import packed
 from longshift.model.cut import cut
 from longshift.model.kernel_calls import EVEN, LONG
-from longshift.model.kernels import BY_SIZE, CUDNN, FLASH, Kernel, asked, reference, reference_backward
+from longshift.model.kernels import (
+    BY_SIZE,
+    CUDNN,
+    FLASH,
+    Kernel,
+    asked,
+    reference,
+    reference_backward,
+)
 from longshift.model.packed import ends_of
 
 HEADS = Heads(8, 2, 64)
@@ -67,7 +75,11 @@ def gradients(kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cau
 
 
 def choose(
-    candidates: Sequence[Kernel], heads: Heads, dtype: torch.dtype, device: torch.device, slowest: Callable[[Tensor], Tensor]
+    candidates: Sequence[Kernel],
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+    slowest: Callable[[Tensor], Tensor],
 ) -> tuple[Kernel, str]:
     """The fastest of those that can be used here, with its packed form as far as that can be, and the reason in words. Where torch is asked
     for deterministic algorithms, the first that is deterministic: timing may choose another one in every run. `slowest`: the largest of
@@ -140,7 +152,12 @@ def _packed_form(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch
     return 2 if _is_right(kernel.packed, inputs, PACK, BAND) else 1
 
 
-def _is_right(packed_kernel: packed.Packed, inputs: Sequence[Tensor], lengths: Sequence[int], window: int | None) -> bool:
+def _is_right(
+    packed_kernel: packed.Packed,
+    inputs: Sequence[Tensor],
+    lengths: Sequence[int],
+    window: int | None,
+) -> bool:
     """Whether a kernel gives what the definition says on these documents. `inputs`: gradient, q, k and v."""
     grad, q, k, v = inputs
     scale = q.shape[-1] ** -0.5

@@ -17,7 +17,15 @@ from longshift.model.functions import Elementwise
 
 def compiled(device: torch.device) -> Elementwise:
     """Kernels for tensors of this device. Raises UsageError where torch finds no compiler."""
-    num_token_arguments = {_normed: 1, _normed_grad: 3, _gated: 2, _gated_grad: 3, _turned: 3, _weights: 3, _weights_grad: 5}
+    num_token_arguments = {
+        _normed: 1,
+        _normed_grad: 3,
+        _gated: 2,
+        _gated_grad: 3,
+        _turned: 3,
+        _weights: 3,
+        _weights_grad: 5,
+    }
     kernels = Elementwise(*(compiled_for(function, count, fullgraph=True) for function, count in num_token_arguments.items()))
 
     # torch compiles at the first call, so a missing compiler is not known before.
@@ -72,7 +80,14 @@ def _weights(logits: Tensor, highest: Tensor, column: Tensor) -> tuple[Tensor, T
     return logits, total, _wide(logits.gather(-1, column).squeeze(-1)) - highest
 
 
-def _weights_grad(logits: Tensor, highest: Tensor, factor: Tensor, column: Tensor, deduction: Tensor, dtype: torch.dtype) -> Tensor:
+def _weights_grad(
+    logits: Tensor,
+    highest: Tensor,
+    factor: Tensor,
+    column: Tensor,
+    deduction: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     weights = (_wide(logits) - highest.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
     is_column = torch.arange(logits.shape[-1], device=logits.device) == column
     return (weights - torch.where(is_column, deduction.unsqueeze(-1), 0.0)).to(dtype)

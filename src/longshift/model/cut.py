@@ -40,17 +40,40 @@ class Multiples:
         self.fold(out, lse, q, k, v, causal, scale, first=True)
         return out, lse
 
-    def fold(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: bool) -> None:
+    def fold(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        first: bool,
+    ) -> None:
         """As `model.attention.Attention.fold`."""
         for rows, parts in self._parts(q, k, causal):
             sums = out[rows] if first and len(parts) == 1 else out[rows].to(lse.dtype)
             for number, (keys, kernel, hides) in enumerate(parts):
-                merge(sums, lse[rows], *kernel.forward(q[rows], k[keys], v[keys], hides, scale), first and number == 0)
+                merge(
+                    sums,
+                    lse[rows],
+                    *kernel.forward(q[rows], k[keys], v[keys], hides, scale),
+                    first and number == 0,
+                )
             if sums.dtype != out.dtype:
                 out[rows] = sums
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
     ) -> Sequence[Tensor]:
         if self.fits(q, k):
             return self.kernel.backward(grad, q, k, v, out, lse, causal, scale)

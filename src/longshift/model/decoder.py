@@ -80,7 +80,14 @@ class Ops:
         """Back to this rank's share, summed over the ranks that hold slices of the weight just used."""
         return x
 
-    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        micro: MicroBatch,
+        window: int | None = None,
+    ) -> Tensor:
         """Attention of every document to itself, to the last `window` tokens where there is one: [T, N, H]."""
         q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
         lengths = tuple(run.length for run in micro.order.runs[0])
@@ -157,7 +164,13 @@ class Unit(nn.Module):
     def norm_of(self, x: Tensor, role: str) -> Tensor:
         """x normalized over its last dim: the residual stream's, or a head's."""
         if self.spec.norm == "layer":
-            return F.layer_norm(x, x.shape[-1:], getattr(self, role), getattr(self, role + "_bias"), self.spec.norm_eps)
+            return F.layer_norm(
+                x,
+                x.shape[-1:],
+                getattr(self, role),
+                getattr(self, role + "_bias"),
+                self.spec.norm_eps,
+            )
         return RmsNorm.apply(x, self.norm_weight(role), self.spec.norm_eps, self.by)  # pyright: ignore[reportReturnType]
 
     def norm_weight(self, role: str) -> Tensor:
@@ -218,7 +231,10 @@ class Block(Unit):
         return x_TD + self.post_norm(self.row_linear(o_TNH.flatten(1), "o", ops), "post1")
 
     def mlp(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        return x_TD + self.post_norm(self.row_linear(self.hidden(ops.enter(self.pre_norm(x_TD, "norm2"))), "down", ops), "post2")
+        return x_TD + self.post_norm(
+            self.row_linear(self.hidden(ops.enter(self.pre_norm(x_TD, "norm2"))), "down", ops),
+            "post2",
+        )
 
     def pre_norm(self, x_TD: Tensor, role: str) -> Tensor:
         """What attention or MLP takes of the residual stream."""
@@ -243,7 +259,11 @@ class Block(Unit):
         if self.spec.qk_norm_whole:
             q = self.norm_of_heads(q, "q_norm", self.spec.heads, ops)
             k = self.norm_of_heads(k, "k_norm", self.spec.kv_heads, ops)
-        return q.unflatten(-1, (-1, width)), k.unflatten(-1, (-1, width)), v.unflatten(-1, (-1, width))
+        return (
+            q.unflatten(-1, (-1, width)),
+            k.unflatten(-1, (-1, width)),
+            v.unflatten(-1, (-1, width)),
+        )
 
     def hidden(self, h: Tensor) -> Tensor:
         """The activations [T, F] that `down` takes."""

@@ -153,6 +153,9 @@ def _coders(device: torch.device) -> tuple[Coder, Coder]:
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as fault:
-        warnings.warn(f"codes of eight bits are made without torch.compile, eight times as slowly: {why(fault)}", stacklevel=2)
+        warnings.warn(
+            f"codes of eight bits are made without torch.compile, eight times as slowly: {why(fault)}",
+            stacklevel=2,
+        )
         return rows_coded, blocks_coded
     return code_rows, code_blocks

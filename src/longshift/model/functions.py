@@ -85,7 +85,13 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _normed_grad(
-    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool, total_width: int | None = None, all_sum: AllSum = alone
+    grad: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    learns: bool,
+    total_width: int | None = None,
+    all_sum: AllSum = alone,
 ) -> tuple[Tensor, Tensor | None]:
     """dx and dw of the module's docstring. `total_width`: of all ranks' slices, where x is one of them."""
     shape = x.shape
@@ -155,7 +161,14 @@ class Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, float8: bool
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        float8: bool,
     ) -> Tensor:
         y = linear(x, weight, bias, float8)
         u = F.linear(x, a)
@@ -260,7 +273,14 @@ def _weights(logits: Tensor, highest: Tensor, column: Tensor) -> tuple[Tensor, T
     return weights, weights.sum(-1), target
 
 
-def _weights_grad(saved: Tensor, highest: Tensor, factor: Tensor, column: Tensor, deduction: Tensor, dtype: torch.dtype) -> Tensor:
+def _weights_grad(
+    saved: Tensor,
+    highest: Tensor,
+    factor: Tensor,
+    column: Tensor,
+    deduction: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     d = saved.mul_(factor.unsqueeze(-1))  # in place: [T, V] is the largest activation there is
     return d.scatter_add_(-1, column, -deduction.unsqueeze(-1)).to(dtype)
 

@@ -78,7 +78,13 @@ class _TensorFolder:
     something `says`; `names`: those under which a weight may be stored, the usual one first.
     """
 
-    def __init__(self, files: Sequence[Path], params: Iterable[Param], names: Callable[[Param], Sequence[str]], says: str):
+    def __init__(
+        self,
+        files: Sequence[Path],
+        params: Iterable[Param],
+        names: Callable[[Param], Sequence[str]],
+        says: str,
+    ):
         self.files = {path: _open(path) for path in files}
         self.places: dict[str, tuple[Path, str]] = {}
         self.others: dict[str, Path] = {}
@@ -174,7 +180,12 @@ class AdapterFolder(_TensorFolder):
                 reason = "only a pickle, adapter_model.bin, which can run any code and is never opened here"
             raise CheckpointError(f"{folder} holds no adapter_model.safetensors: {reason}")
         adapters = (p for p in spec.params if not p.frozen)
-        super().__init__([_inside(folder, path)], adapters, lambda p: (PEFT + p.name,), "the model and model.lora say")
+        super().__init__(
+            [_inside(folder, path)],
+            adapters,
+            lambda p: (PEFT + p.name,),
+            "the model and model.lora say",
+        )
         self.faults = adapter_faults(config, spec) + self.faults
         self.check(f"model.lora.init_from: {folder} does not hold the adapters of this run")
 
@@ -209,13 +220,21 @@ def write_folder(
         ids = _write_tokenizer(scratch, carried)
         source_config = carried.config if carried else {}
         dtype_name = str(dtype).removeprefix("torch.")
-        _write_json(scratch / "config.json", {**source_config, **to_hugging_face(spec), **ids, "torch_dtype": dtype_name})
+        _write_json(
+            scratch / "config.json",
+            {**source_config, **to_hugging_face(spec), **ids, "torch_dtype": dtype_name},
+        )
 
     _write_new(folder, fill)
 
 
 def write_adapters(
-    folder: Path, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, base: str, carried: Carried
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    base: str,
+    carried: Carried,
 ) -> None:
     """Write the adapters of a model, which `tensors` are by name, as a folder that PEFT opens beside the model folder `base`. Raises
     CheckpointError as `write_folder` does."""
@@ -239,7 +258,11 @@ def write_adapters(
     }
 
     def fill(scratch: Path) -> None:
-        _save(scratch / "adapter_model.safetensors", ((PEFT + name, tensor) for name, tensor in tensors), dtype)
+        _save(
+            scratch / "adapter_model.safetensors",
+            ((PEFT + name, tensor) for name, tensor in tensors),
+            dtype,
+        )
         _write_json(scratch / "adapter_config.json", config)
         _write_tokenizer(scratch, carried)
 
@@ -256,7 +279,13 @@ def _write_new(folder: Path, fill: Callable[[Path], None]) -> None:
         raise CheckpointError(f"cannot write {folder}: {error}") from error
 
 
-def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, limit: int) -> None:
+def _write_weights(
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    limit: int,
+) -> None:
     shards = _shards(spec, dtype, limit)
     weight_map = {}
     for number, names in enumerate(shards, 1):
@@ -266,7 +295,10 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, T
             raise ValueError(f"{file}: expected {', '.join(names)}, got {', '.join(saved_names)}")
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": spec.parameters * dtype.itemsize}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": spec.parameters * dtype.itemsize},
+            "weight_map": weight_map,
+        }
         _write_json(folder / INDEX, index)
 
 
@@ -397,7 +429,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Turns a fault of a weight file into a CheckpointError that names it."""
     try:
         yield
-    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch could not map the file
+    except (SafetensorError, OSError, RuntimeError) as error:
+        # RuntimeError: torch could not map the file.
         raise CheckpointError(f"{path} is damaged or unreadable: {error}; fetch it again") from error
 
 

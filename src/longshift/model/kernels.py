@@ -19,7 +19,8 @@ from longshift.model.packed import Packed
 
 aten = torch.ops.aten
 MOST_SCORES = 2**26  # that the definition of attention holds at one time
-TILED_TOKENS = {False: 2048, True: 4096}  # of queries and of keys, where the mask is not causal, and is: half a tile on its edge is in vain
+# Of queries and of keys, where the mask is not causal, and where it is: half a tile on its edge is in vain.
+TILED_TOKENS = {False: 2048, True: 4096}
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> (out, lse)
 Backward = Callable[..., Sequence[Tensor]]  # (grad, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)
@@ -106,7 +107,16 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
     return flat(out), flat(lse)
 
 
-def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> list[Tensor]:
     if q.device.type == "cpu":
         return flash_on_cpu_backward(grad, q, k, v, out, lse, causal, scale)
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -129,7 +139,14 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
 
 
 def flash_on_cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> list[Tensor]:
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
@@ -137,7 +154,13 @@ def flash_on_cpu_backward(
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, cap: float | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    cap: float | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by its definition, some rows at a time. `cap`: scores are cap * tanh(score / cap). `window`: of a causal one, the last
     tokens that a token sees."""
@@ -200,7 +223,15 @@ def _rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
     return ((first, slice(first, first + count)) for first in range(0, q.shape[2], count))
 
 
-def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int, cap: float | None, window: int | None) -> Tensor:
+def _scores(
+    q: Tensor,
+    keys: Tensor,
+    causal: bool,
+    scale: float,
+    first: int,
+    cap: float | None,
+    window: int | None,
+) -> Tensor:
     """Of rows from number `first` on, with a key for every query head."""
     scores = q @ keys.mT * scale
     if cap:

@@ -45,7 +45,13 @@ def ends_of(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, lengths: Sequence[int], window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    lengths: Sequence[int],
+    window: int | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     longest = max(lengths)
     # ends and longest of queries, then of keys; no dropout, causal, no debug mask
@@ -69,7 +75,22 @@ def flash_backward(
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # nothing is dropped, so nothing reads it
     lse = lse.t().contiguous()
     return aten._flash_attention_backward(
-        grad, q, k, v, out, lse, ends, ends, longest, longest, 0.0, True, seed, seed, scale=scale, **_band(window)
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,
+        True,
+        seed,
+        seed,
+        scale=scale,
+        **_band(window),
     )
 
 

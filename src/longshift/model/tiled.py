@@ -31,7 +31,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     return out, lse
 
 
-def fold(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: bool) -> None:
+def fold(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    first: bool,
+) -> None:
     """Attention to these keys, too, into `out` and `lse`, in place; if they are the `first`, what was there counts for nothing."""
     wide = _scratch(q, k, torch.float32)
     narrow = _scratch(q, k, q.dtype)
@@ -72,7 +81,16 @@ def fold(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool
                 lse[rows, heads] = _unstacked(highest + total.log_(), lse[rows, heads].unsqueeze(-1)).squeeze(-1)
 
 
-def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> list[Tensor]:
     dq = torch.zeros_like(q)
     dk = torch.zeros(k.shape, device=k.device)
     dv = torch.zeros(v.shape, device=v.device)
@@ -81,7 +99,17 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 
 
 def add(
-    dq: Tensor, dk: Tensor, dv: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> None:
     """Add what these keys and values give to the gradients, in place: dk and dv are float32."""
     delta = torch.einsum("tnh,tnh->tn", grad.float(), out.float())
@@ -137,7 +165,8 @@ def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[sli
     for start in range(0, len(q), height):
         rows = slice(start, min(len(q), start + height))
         num_keys = rows.stop if causal else len(k)
-        yield rows, [slice(first, min(num_keys, first + COLUMNS)) for first in range(0, num_keys, COLUMNS)]
+        tiles = [slice(first, min(num_keys, first + COLUMNS)) for first in range(0, num_keys, COLUMNS)]
+        yield rows, tiles
 
 
 def _height(q: Tensor, k: Tensor) -> int:
@@ -155,7 +184,11 @@ def _hide_later(s: Tensor, rows: slice, columns: slice, value: float) -> None:
 def _scratch(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     """Room for a tile: fresh memory for each would cost as much as what is computed in it."""
     group = q.shape[1] // k.shape[1]
-    return torch.empty(min(q.shape[0], _height(q, k)) * group * min(k.shape[0], COLUMNS), dtype=dtype, device=q.device)
+    return torch.empty(
+        min(q.shape[0], _height(q, k)) * group * min(k.shape[0], COLUMNS),
+        dtype=dtype,
+        device=q.device,
+    )
 
 
 def _part(flat: Tensor, rows: int, columns: slice) -> Tensor:

@@ -37,7 +37,13 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tiers_of, trained_elements
+from longshift.layout.home_tiers import (
+    HomeTiers,
+    StateBytes,
+    early_units,
+    tiers_of,
+    trained_elements,
+)
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, moving_unit, place_of
 from longshift.program.operations import Op, Program
@@ -108,7 +114,13 @@ class Steps:
         self._programs: dict[tuple[tuple[Visit, ...], bool, tuple[int, ...], bool], Program] = {}
         self._exchanges: dict[Plan, Exchanges] = {}
 
-    def program(self, visits: Sequence[Visit], learns: bool = True, left: Sequence[int] = (), early: bool = False) -> Program:
+    def program(
+        self,
+        visits: Sequence[Visit],
+        learns: bool = True,
+        left: Sequence[int] = (),
+        early: bool = False,
+    ) -> Program:
         """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn.
         `left`: units whose updates the step before has left; without visits the program makes these alone. `early`: whether units are
         updated before the norm, as far as they can be."""
@@ -203,7 +215,14 @@ def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int],
 class _Step:
     """A program while it grows. Mutable."""
 
-    def __init__(self, steps: Steps, visits: tuple[Visit, ...], learns: bool, left: Sequence[int], early: bool):
+    def __init__(
+        self,
+        steps: Steps,
+        visits: tuple[Visit, ...],
+        learns: bool,
+        left: Sequence[int],
+        early: bool,
+    ):
         self.steps = steps
         self.visits = visits
         self.learns = learns
@@ -242,7 +261,10 @@ class _Step:
             unit = self.pending_updates.popleft()
             on_disk = unit in self.disk.units
             if on_disk:
-                next_on_disk = next((pending for pending in self.pending_updates if pending in self.disk.units), None)
+                next_on_disk = next(
+                    (pending for pending in self.pending_updates if pending in self.disk.units),
+                    None,
+                )
                 yield from self.disk.await_writes("record")
                 yield from self.disk.have_record(unit, next_on_disk)
             yield Op("update", unit=unit)
@@ -308,7 +330,7 @@ class _Step:
             return
         for unit in units:
             if unit in self.steps.trained:
-                yield from self.disk.write(number, unit, "sums") if ended else self.disk.have_sums(number, unit)
+                yield from (self.disk.write(number, unit, "sums") if ended else self.disk.have_sums(number, unit))
 
     def _go(self, number: int) -> Iterator[Op]:
         """Operations that bring gradient sums home which no later group adds to."""
@@ -375,7 +397,7 @@ class _Step:
             yield from self.disk.bring_sums(number, unit)
         yield Op("await reduce", number, unit)
         if on_disk:
-            yield from self.disk.write_beside(number, unit, "sums") if is_early else self.disk.write(number, unit, "sums")
+            yield from (self.disk.write_beside(number, unit, "sums") if is_early else self.disk.write(number, unit, "sums"))
         if is_early:
             yield from self._ask_state(number, unit)
             yield Op("await read", number, unit, part="state")
@@ -417,7 +439,7 @@ class _Step:
             if num_records > 1:
                 break
             if ahead in self.disk.units:
-                yield from self.disk.ask_record(ahead) if is_pending else self.disk.ask(number, ahead)
+                yield from (self.disk.ask_record(ahead) if is_pending else self.disk.ask(number, ahead))
         yield from self._update(unit)
         on_disk = unit in self.disk.units
         if on_disk:
@@ -432,14 +454,10 @@ class _Step:
         view = self.views[number]
         releases = self.visits[number].layout.zero == 3 and view.collective
 
-        # 1. A tied embedding is gathered first, and stays. What else is gathered: at each use, or before the first.
+        # 1. What is gathered: at each use, or before the first.
         gathers: list[int] = []
         if view.collective:
-            for unit in view.tied:
-                if unit not in self.present:
-                    yield from self._gather(number, unit)
-                    yield Op("await gather", number, unit)
-                    self.present.add(unit)
+            yield from self._gather_tied(number)
             gathers = [turn.unit for turn in turns if view.has_weights(turn.unit)]
             if not releases:
                 gathers = [unit for unit in dict.fromkeys(gathers) if unit not in self.present]
@@ -458,7 +476,11 @@ class _Step:
                 else:
                     window.append(unit)
                     next_units = gathers[num_posted + 1 :][:READ_AHEAD]
-                    yield from self._gather(number, unit, [u for u in next_units if u not in self.present and u not in window])
+                    yield from self._gather(
+                        number,
+                        unit,
+                        [u for u in next_units if u not in self.present and u not in window],
+                    )
                 num_posted += 1
 
         # 3. The turns. What an early update reads comes with the rank's last backward.
@@ -487,6 +509,14 @@ class _Step:
                 self.present.discard(turn.unit)
                 yield Op("release", number, turn.unit)
         yield from self._exchanges_ahead(number, ahead.get(len(turns), ()))
+
+    def _gather_tied(self, number: int) -> Iterator[Op]:
+        """Gather a tied embedding, which stays: the first and the last turn of a forward use it."""
+        for unit in self.views[number].tied:
+            if unit not in self.present:
+                yield from self._gather(number, unit)
+                yield Op("await gather", number, unit)
+                self.present.add(unit)
 
     def _exchanges_ahead(self, number: int, exchanges: Sequence[int]) -> Iterator[Op]:
         """Exchanges of the switch to the next group. What they leave is closed later: it is still in use."""

@@ -135,22 +135,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
         return [Op("load", number, micro=micro)]
 
     def message(kind: Kind, transfer: pipeline.Transfer | None, event: pipeline.Event) -> list[Op]:
-        if transfer is None:
-            return []
-        source = transfer.source % layout.pp
-        target = transfer.target % layout.pp
-        return [
-            Op(
-                kind,
-                number,
-                micro=event.micro,
-                chunk=event.chunk,
-                turn=event.kind,
-                number=transfer.tag,
-                peer=target if kind == "send" else source,
-                way="rising" if source < target else "falling",
-            )
-        ]
+        return [] if transfer is None else [_message(kind, number, layout.pp, transfer, event)]
 
     def receive(index: int) -> list[Op]:
         """Operations that post what event number `index` waits for."""
@@ -175,6 +160,22 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
             ops.append(Op("unload", number, micro=event.micro))
         yield UnitTurn(-1, tuple(ops))
     yield UnitTurn(-1, tuple(unawaited_sends))
+
+
+def _message(kind: Kind, number: int, pp: int, transfer: pipeline.Transfer, event: pipeline.Event) -> Op:
+    """The operation that posts or awaits what an event sends or receives. `number`: of the visit."""
+    source = transfer.source % pp
+    target = transfer.target % pp
+    return Op(
+        kind,
+        number,
+        micro=event.micro,
+        chunk=event.chunk,
+        turn=event.kind,
+        number=transfer.tag,
+        peer=target if kind == "send" else source,
+        way="rising" if source < target else "falling",
+    )
 
 
 class _Turns:
@@ -222,10 +223,12 @@ class _ScoringTurns(_Turns):
         for unit in units:
             if unit > layers:
                 blocks = (-1,) if is_chunked else range(self.visit.loss_blocks[micro])
-                yield UnitTurn(unit, tuple(Op("compute", self.number, unit, micro, chunk, "score", number=block) for block in blocks))
+                ops = (Op("compute", self.number, unit, micro, chunk, "score", number=block) for block in blocks)
+                yield UnitTurn(unit, tuple(ops))
             else:
                 turn = "embed" if is_chunked and unit == 0 else "pass on"
-                yield UnitTurn(unit, (Op("compute", self.number, unit, micro, chunk, turn, "block" if unit else "embed"),))
+                part = "block" if unit else "embed"
+                yield UnitTurn(unit, (Op("compute", self.number, unit, micro, chunk, turn, part),))
         if is_chunked and units[-1] <= layers:
             yield UnitTurn(-1, (Op("depart", self.number, units[-1], micro, chunk, "forward"),))
 

@@ -26,9 +26,21 @@ ALL = "all"
 A = "lora_A.weight"
 B = "lora_B.weight"
 # Keys of PEFT's adapter_config.json: other functions than W x + scale B A x where they are set.
-FOREIGN = ("use_rslora", "use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
-FOREIGN += ("layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens")
-CHANGING = ("pissa", "olora", "corda", "loftq")  # ways to draw adapters that take from the weights beside them
+FOREIGN = (
+    "use_rslora",
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+# Ways to draw adapters that take from the weights beside them.
+CHANGING = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,13 @@ def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
     return faults
 
 
-def with_adapters(params: Iterable[Any], layers: int, lora: Lora | None, freeze: tuple[str, ...], input_major: bool) -> Iterator[Any]:
+def with_adapters(
+    params: Iterable[Any],
+    layers: int,
+    lora: Lora | None,
+    freeze: tuple[str, ...],
+    input_major: bool,
+) -> Iterator[Any]:
     """The parameter table with adapters, each behind its weight, and with what is not trained marked: all but the adapters where there are
     any, and the weights whose names match a pattern of `freeze`. `input_major`: weights are stored [in, out]."""
     for p in params:
@@ -105,8 +123,20 @@ def with_adapters(params: Iterable[Any], layers: int, lora: Lora | None, freeze:
         if lora and _adaptable(p, layers) and (ALL in lora.targets or module_of(p.name) in lora.targets):
             input_dim, output_dim = (0, 1) if input_major else (1, 0)
             stem = p.name.removesuffix("weight")
-            a = replace(p, name=stem + A, role=f"{p.role}_lora_a", shape=(lora.rank, p.shape[input_dim]), init="fan_in")
-            b = replace(p, name=stem + B, role=f"{p.role}_lora_b", shape=(p.shape[output_dim], lora.rank), init="zeros")
+            a = replace(
+                p,
+                name=stem + A,
+                role=f"{p.role}_lora_a",
+                shape=(lora.rank, p.shape[input_dim]),
+                init="fan_in",
+            )
+            b = replace(
+                p,
+                name=stem + B,
+                role=f"{p.role}_lora_b",
+                shape=(p.shape[output_dim], lora.rank),
+                init="zeros",
+            )
 
             # Tensor parallelism cuts the one beside its own cut: A by input, B by output.
             yield replace(a, dim=1) if p.dim == input_dim else replace(a, dim=None, parts=())

@@ -121,7 +121,12 @@ class Reader:
         return _ACTIVATION[self.value(key, default, lambda v: isinstance(v, str) and v in _ACTIVATION, reason)]
 
     def no_dropout(self, key: str, default: float = 0.0) -> None:
-        rate = self.value(key, default, lambda v: type(v) in (int, float) and 0 <= v <= 1, "must be a number from 0 to 1")
+        rate = self.value(
+            key,
+            default,
+            lambda v: type(v) in (int, float) and 0 <= v <= 1,
+            "must be a number from 0 to 1",
+        )
         if rate:
             self.dropout[key] = rate
 
@@ -135,5 +140,7 @@ class Reader:
                 self.only(key, supported, need)
             elif self.config[key] is not None:
                 self.fault(
-                    key, self.config[key], "is not understood; if it does not change what the model computes, delete it from config.json"
+                    key,
+                    self.config[key],
+                    "is not understood; if it does not change what the model computes, delete it from config.json",
                 )

@@ -139,7 +139,11 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     body = family.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
     for architecture in reader.value("architectures", [], lambda v: isinstance(v, list), "must be a list of one name"):
         if architecture not in (family.architecture, body):
-            reader.fault("architectures", architecture, f"supported for {name}: {family.architecture} and {body}")
+            reader.fault(
+                "architectures",
+                architecture,
+                f"supported for {name}: {family.architecture} and {body}",
+            )
     values = _gpt2(reader, family) if name == "gpt2" else _llama_like(reader, family)
     reader.refuse_the_rest()
     if reader.faults:
@@ -217,7 +221,10 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
     if family.scales:
         extras = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()}
     if family.gemma:
-        extras = {"embed_scale": width**0.5, "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
+        extras = {
+            "embed_scale": width**0.5,
+            "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
+        }
         extras |= _caps(read, family.caps) if family.caps else {"window_rope": _window_rope(read)}
     activation_key, activation = "hidden_act", "silu"
     if family.gemma:
@@ -277,14 +284,21 @@ def _check_scale(read: Reader, head_width: int) -> None:
         read.only("query_pre_attn_scalar", head_width, reason)
     if "attention_multiplier" not in read.known:
         scale = head_width**-0.5
-        read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
+        read.only(
+            "attention_multiplier",
+            scale,
+            f"supported: {scale}, of the head width; this family has no other scale of attention",
+        )
 
 
 def _rotary(read: Reader, family: Family, head_width: int) -> int:
     """Channels of a head that turn."""
     key = "partial_rotary_factor"
     sections = [read.config.get("rope_parameters"), read.config.get("rope_scaling"), read.config]
-    factor = next((section[key] for section in sections if isinstance(section, Mapping) and section.get(key) is not None), 1.0)
+    factor = next(
+        (section[key] for section in sections if isinstance(section, Mapping) and section.get(key) is not None),
+        1.0,
+    )
     read.known.add(key)
     if type(factor) not in (int, float) or not 0 < factor <= 1:
         read.fault(key, factor, "must be a number above 0, at most 1")
@@ -293,7 +307,11 @@ def _rotary(read: Reader, family: Family, head_width: int) -> int:
         read.fault(key, factor, "needs rotary embedding of a part of each head, which this family has not")
     width = int(head_width * factor)
     if width % 2:
-        read.fault("head_dim", head_width, f"rotary embeddings need an even head width, and {width} channels are to turn")
+        read.fault(
+            "head_dim",
+            head_width,
+            f"rotary embeddings need an even head width, and {width} channels are to turn",
+        )
     return width
 
 
@@ -307,7 +325,11 @@ def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
             read.fault(key, section, "must be a mapping")
             return Rope()
     if len(sections) == 2:
-        read.fault("rope_scaling", sections["rope_scaling"], "given twice: rope_parameters says it too; keep one")
+        read.fault(
+            "rope_scaling",
+            sections["rope_scaling"],
+            "given twice: rope_parameters says it too; keep one",
+        )
     key, section = next(iter(sections.items()), ("rope_parameters", {}))
     if isinstance(section.get(blocks), Mapping):
         key = f"{key}.{blocks}"
@@ -351,7 +373,11 @@ def _scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
     numbers = {name: float(inner.number(name)) for name in names}
     positions = inner.size("original_max_position_embeddings")
     if not inner.faults and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-        inner.fault("high_freq_factor", numbers["high_freq_factor"], f"must exceed low_freq_factor {numbers['low_freq_factor']}")
+        inner.fault(
+            "high_freq_factor",
+            numbers["high_freq_factor"],
+            f"must exceed low_freq_factor {numbers['low_freq_factor']}",
+        )
     return {"scaling": kind, **numbers, "original_positions": positions}
 
 
@@ -387,8 +413,18 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 def _nope_every(read: Reader, family: Family, layers: int) -> int:
     """`ModelSpec.nope_every`, from a flag for each block that is 0 where it has no rotary embedding, or from their interval."""
-    every = read.value("no_rope_layer_interval", family.nope_every, lambda v: type(v) is int and v >= 0, "must be a whole number")
-    flags = read.value("no_rope_layers", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
+    every = read.value(
+        "no_rope_layer_interval",
+        family.nope_every,
+        lambda v: type(v) is int and v >= 0,
+        "must be a whole number",
+    )
+    flags = read.value(
+        "no_rope_layers",
+        None,
+        lambda v: isinstance(v, list) and len(v) == layers,
+        f"must name {layers} layers",
+    )
     key, value = ("no_rope_layers", flags) if flags else ("no_rope_layer_interval", every)
     if flags:
         every = next((block for block, flag in enumerate(flags, 1) if not flag), 0)
@@ -403,7 +439,12 @@ def _nope_every(read: Reader, family: Family, layers: int) -> int:
 def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window, or None, and the blocks that have none although others do."""
     # 1. What the keys say.
-    types = read.value("layer_types", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
+    types = read.value(
+        "layer_types",
+        None,
+        lambda v: isinstance(v, list) and len(v) == layers,
+        f"must name {layers} layers",
+    )
     if any(kind not in ("sliding_attention", "full_attention") for kind in types or ()):
         read.fault("layer_types", types, "supported: sliding_attention and full_attention")
         types = None
@@ -472,15 +513,50 @@ def _gpt2(read: Reader, family: Family) -> dict[str, Any]:
     }
 
 
-def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
-    rope = spec.rope or Rope()
-    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor} if rope.scaling else {}
+def _rope_scaling_keys(rope: Rope) -> dict[str, Any] | None:
+    if not rope.scaling:
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
     if rope.scaling == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
         scaling["original_max_position_embeddings"] = rope.original_positions
     if rope.scaling == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.magnitude, "truncate": rope.truncate}
+        scaling |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "attention_factor": rope.magnitude,
+            "truncate": rope.truncate,
+        }
         scaling["original_max_position_embeddings"] = rope.original_positions
+    return scaling
+
+
+def _window_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
+    if family.window is None:
+        return {}
+    config: dict[str, Any] = {}
+    window = spec.sliding_window
+    if family.window == "all" or window:
+        config["sliding_window"] = window
+    if family.window != "all" and window:
+        blocks = range(1, spec.layers + 1)
+        config["layer_types"] = ["full_attention" if spec.window(block) is None else "sliding_attention" for block in blocks]
+    if family.window == "some":
+        config["use_sliding_window"] = window is not None
+        if window:
+            first = next(
+                (block for block in range(spec.layers) if block + 1 not in spec.full_blocks),
+                spec.layers,
+            )
+            config["max_window_layers"] = first
+    return config
+
+
+def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
+    rope = spec.rope or Rope()
     config = {
         "hidden_size": spec.width,
         "num_hidden_layers": spec.layers,
@@ -493,7 +569,7 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": _LLAMA_NAME[spec.activation],
         "attention_dropout": 0.0,
         "rope_theta": rope.theta,
-        "rope_scaling": scaling or None,
+        "rope_scaling": _rope_scaling_keys(rope),
     }
     family = FAMILIES[spec.family]
     if "attention_bias" in family.biases:
@@ -507,17 +583,7 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
         config["no_rope_layer_interval"] = spec.nope_every
     if family.scales:
         config |= {key: getattr(spec, name) for key, name in _SCALES.items()}
-    if family.window == "all":
-        config["sliding_window"] = spec.sliding_window
-    elif family.window and spec.sliding_window:
-        blocks = range(1, spec.layers + 1)
-        config["sliding_window"] = spec.sliding_window
-        config["layer_types"] = ["full_attention" if spec.window(block) is None else "sliding_attention" for block in blocks]
-    if family.window == "some":
-        config["use_sliding_window"] = spec.sliding_window is not None
-        if spec.sliding_window:
-            first = next((block for block in range(spec.layers) if block + 1 not in spec.full_blocks), spec.layers)
-            config["max_window_layers"] = first
+    config |= _window_keys(spec, family)
     if family.gemma:
         scalar = round(spec.score_scale**-2, 6)
         config["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
@@ -525,7 +591,10 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
         if spec.window_rope:
             config["rope_local_base_freq"] = spec.window_rope.theta
         if family.caps:
-            config |= {"attn_logit_softcapping": spec.score_cap, "final_logit_softcapping": spec.logit_cap}
+            config |= {
+                "attn_logit_softcapping": spec.score_cap,
+                "final_logit_softcapping": spec.logit_cap,
+            }
     return config
 
 

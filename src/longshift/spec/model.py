@@ -316,7 +316,15 @@ def _parameter_table(spec: ModelSpec) -> Iterator[Param]:
     rows = (Part(spec.vocab),)
 
     # 1. Embeddings.
-    yield Param(f"{names['embed']}.weight", "embed", shape, unit=0, dim=0, parts=rows, also_unit=head_unit if spec.tied else None)
+    yield Param(
+        f"{names['embed']}.weight",
+        "embed",
+        shape,
+        unit=0,
+        dim=0,
+        parts=rows,
+        also_unit=head_unit if spec.tied else None,
+    )
     if spec.learned_positions:
         yield Param(f"{names['positions']}.weight", "positions", (spec.max_positions, spec.width), unit=0)
 
@@ -352,7 +360,16 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
             yield from _norm(spec, names, role, spec.head_width)
         if spec.qk_norm_whole:
             size = parts[0].units * spec.head_width
-            yield Param(f"{names[role]}.weight", role, (size,), unit=0, dim=0, parts=parts, decay=False, init="ones")
+            yield Param(
+                f"{names[role]}.weight",
+                role,
+                (size,),
+                unit=0,
+                dim=0,
+                parts=parts,
+                decay=False,
+                init="ones",
+            )
     yield from _linear(spec, names, "o", query, spec.out_bias, from_parts=True)
     if spec.norm_place != "before":
         yield from _norm(spec, names, "post1", spec.width)
@@ -371,13 +388,25 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
 
 
 def _norm(spec: ModelSpec, names: Mapping[str, str], role: str, size: int) -> Iterator[Param]:
-    yield Param(f"{names[role]}.weight", role, (size,), 0, decay=False, init="zeros" if spec.norm_less_one else "ones")
+    yield Param(
+        f"{names[role]}.weight",
+        role,
+        (size,),
+        0,
+        decay=False,
+        init="zeros" if spec.norm_less_one else "ones",
+    )
     if spec.norm == "layer":
         yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), 0, decay=False, init="zeros")
 
 
 def _linear(
-    spec: ModelSpec, names: Mapping[str, str], role: str, parts: tuple[Part, ...], has_bias: bool, from_parts: bool = False
+    spec: ModelSpec,
+    names: Mapping[str, str],
+    role: str,
+    parts: tuple[Part, ...],
+    has_bias: bool,
+    from_parts: bool = False,
 ) -> Iterator[Param]:
     """A linear layer from the model's width to `parts`, which tensor parallelism cuts, or back `from_parts`. GPT-2 stores weights
     input-major ("Conv1D")."""
@@ -385,8 +414,25 @@ def _linear(
     is_cut_first = from_parts == spec.fused_qkv  # whether the dim of `parts` is the first as it is stored
     shape = (size, spec.width) if is_cut_first else (spec.width, size)
     init = "normal_out" if from_parts else "normal"
-    yield Param(f"{names[role]}.weight", role, shape, unit=0, dim=0 if is_cut_first else 1, parts=parts, init=init)
+    yield Param(
+        f"{names[role]}.weight",
+        role,
+        shape,
+        unit=0,
+        dim=0 if is_cut_first else 1,
+        parts=parts,
+        init=init,
+    )
     if has_bias and from_parts:
         yield Param(f"{names[role]}.bias", f"{role}_bias", (spec.width,), unit=0, decay=False, init="zeros")
     elif has_bias:
-        yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), unit=0, dim=0, parts=parts, decay=False, init="zeros")
+        yield Param(
+            f"{names[role]}.bias",
+            f"{role}_bias",
+            (size,),
+            unit=0,
+            dim=0,
+            parts=parts,
+            decay=False,
+            init="zeros",
+        )

@@ -20,7 +20,12 @@ Stretch = Literal["theta", "dynamic", "linear", "llama3", "yarn"]
 
 
 def stretched(
-    spec: ModelSpec, kind: Stretch, max_len: int, factor: float | None = None, theta: float | None = None, trained: int | None = None
+    spec: ModelSpec,
+    kind: Stretch,
+    max_len: int,
+    factor: float | None = None,
+    theta: float | None = None,
+    trained: int | None = None,
 ) -> ModelSpec:
     """The model with its rotary embedding stretched to documents of `max_len` tokens. `factor`: `max_len` over the trained positions where
     it is not given; `trained`: the positions that the model was trained on, where its config does not say them right. Raises UsageError."""

@@ -238,7 +238,10 @@ class ChunkPlayer:
         is_first = c == j
         if is_first:
             sum_dtype = torch.promote_types(q.dtype, torch.float32)
-            self.live["o", c] = (torch.empty_like(q, dtype=sum_dtype), q.new_empty(q.shape[:2], dtype=sum_dtype))
+            self.live["o", c] = (
+                torch.empty_like(q, dtype=sum_dtype),
+                q.new_empty(q.shape[:2], dtype=sum_dtype),
+            )
         out, lse = self.live["o", c]
         ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, is_first)
         last_keys = c - 1 if self.sees[c] < c else c

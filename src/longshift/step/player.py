@@ -125,20 +125,11 @@ class Player(OperationPlayer):
         self.kernel, self.why_kernel = choose(candidates, heads, precision.compute, world.device, slowest)
         self.by = compiled(world.device) if compile else WRITTEN_OUT
 
-        # 2. Runners by layout, copies by cut. Communicators are made in one order on all ranks.
+        # 2. What plays a layout, and what switches between layouts.
         self.runners: dict[Layout, Runner] = {}
         self.copies_of: dict[Layout, Copies] = {}
-        by_cut: dict[Cut, Copies] = {}
-        for layout, cut in self.itinerary.cuts.items():
-            prepare(world, spec, layout)
-            if cut not in by_cut:
-                by_cut[cut] = copies_of(spec, cut, world, home, precision)
-            self.copies_of[layout] = by_cut[cut]
-            self.runners[layout] = self._runner(layout)
         self.everyone = tuple(range(edges[0].use.world))
-        if any(not cut.at_home for cut in by_cut):
-            world.prepare([self.everyone], "weights")
-            world.prepare([self.everyone], "sums")
+        self._make_runners()
         self.switches = Switches(self.itinerary, home, world, self.everyone, precision)
 
         # 3. Where the step is.
@@ -147,15 +138,31 @@ class Player(OperationPlayer):
         self.groups_here: Sequence[LengthGroup] = ()
         self.packs: dict[tuple[int, int], HostPack] = {}  # by visit and micro-batch
         self.lengths: Sequence[int] = ()
-        self.sums: tuple[float, float] = (0.0, 0.0)  # of all ranks: the loss, the squared norm of the gradient
+        # Of all ranks: the loss, and the squared norm of the gradient.
+        self.sums: tuple[float, float] = (0.0, 0.0)
         self.update: Callable[[int, bool, float, float], bool] = leave_alone
         self.left: tuple[int, ...] = ()  # units whose updates the last step has left
         self.early: set[int] = set()  # units that this step has updated before its norm
         self.unclipped = False  # whether the last norm did not clip
-        self.how: tuple[tuple[int, ...], bool] = (), False  # units whose updates were left to this step; whether it makes its own early
+        # Units whose updates were left to this step, and whether it makes its own early.
+        self.how: tuple[tuple[int, ...], bool] = (), False
         self._began = 0.0
 
+    def _make_runners(self) -> None:
+        """Make runners by layout, and copies by cut. Communicators are made in one order on all ranks."""
+        by_cut: dict[Cut, Copies] = {}
+        for layout, cut in self.itinerary.cuts.items():
+            prepare(self.world, self.spec, layout)
+            if cut not in by_cut:
+                by_cut[cut] = copies_of(self.spec, cut, self.world, self.home, self.precision)
+            self.copies_of[layout] = by_cut[cut]
+            self.runners[layout] = self._runner(layout)
+        if any(not cut.at_home for cut in by_cut):
+            self.world.prepare([self.everyone], "weights")
+            self.world.prepare([self.everyone], "sums")
+
     def _runner(self, layout: Layout) -> Runner:
+        """What plays a layout: packs whole, or in chunks."""
         copies = self.copies_of[layout]
         tier = None
         if layout.chunk or layout.offload != "device":
@@ -183,7 +190,12 @@ class Player(OperationPlayer):
                 runner.recorder = recorder
                 runner.tier.watch = recorder.copying if recorder else None
 
-    def ready(self, documents: Sequence[Document], groups: Sequence[LengthGroup] | None = None, learns: bool = True) -> Ready:
+    def ready(
+        self,
+        documents: Sequence[Document],
+        groups: Sequence[LengthGroup] | None = None,
+        learns: bool = True,
+    ) -> Ready:
         """A step with these documents, in these groups, their own where not given; without what only gradients need where it does not
         learn. It depends on nothing that a step changes: another thread may ask for it while this one plays the step before."""
         lengths = [len(document.ids) for document in documents]

@@ -41,7 +41,14 @@ class Runner(ABC):
     loaded: dict[int, Any]
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel, by: Elementwise
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        world: World,
+        copies: Copies,
+        precision: Precision,
+        kernel: Kernel,
+        by: Elementwise,
     ):
         self.spec = spec
         self.layout = layout
@@ -117,12 +124,25 @@ class WholePacks(Runner):
         self.inputs: dict[tuple, Tensors] = {}
         self.coming: dict[tuple, Callable[[], Tensors]] = {}
         self.fetched: dict[tuple, Tensors] = {}
-        self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
+        self.turns = {
+            "pass": self._pass,
+            "forward": self._forward,
+            "again": self._again,
+            "backward": self._backward,
+            "loss": self._loss,
+        }
         self.turns |= {"pass on": self._pass_on, "score": self._score}
 
     def load(self, micro: int, pack: HostPack) -> None:
         (share,) = pack.shares
-        self.loaded[micro] = placed(self.spec, share, self.layout, self.world.rank, self.precision.compute, self.world.device)
+        self.loaded[micro] = placed(
+            self.spec,
+            share,
+            self.layout,
+            self.world.rank,
+            self.precision.compute,
+            self.world.device,
+        )
 
     def unload(self, micro: int) -> None:
         super().unload(micro)
@@ -186,7 +206,8 @@ class WholePacks(Runner):
         """The output; what is kept for the backward is the graph and its input."""
         x = None if x is None else x.detach().requires_grad_()
         y = self.modules[op.unit](x, self.loaded[op.micro], ops)
-        self.graphs[self._key(op)] = x, get_gradient_edge(y) if y.requires_grad else None  # an embedding that is not trained has none
+        edge = get_gradient_edge(y) if y.requires_grad else None  # an embedding that is not trained has none
+        self.graphs[self._key(op)] = x, edge
         return y.detach()
 
     def _backward(self, op: Op) -> None:
@@ -215,7 +236,15 @@ class WholePacks(Runner):
             del self.x[op.micro]
 
 
-def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int, seed: float) -> Tensor:
+def loss_of_rows(
+    head: Head,
+    x_TD: Tensor,
+    dx_TD: Tensor,
+    micro: MicroBatch,
+    ops: LayoutOps,
+    number: int,
+    seed: float,
+) -> Tensor:
     """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on
     them."""
     rows, labels = _rows(head, x_TD, micro, number)

@@ -119,7 +119,10 @@ def _culprit(state: State, world: World, batch: StepBatch, loss: float) -> str:
     rank."""
     names = [p.name for p in state.spec.params]
     suspects = [*names, *(f"the gradient of {name}" for name in names)]
-    bad_names = [*state.home.not_finite("master"), *(f"the gradient of {name}" for name in state.home.not_finite("grad"))]
+    bad_names = [
+        *state.home.not_finite("master"),
+        *(f"the gradient of {name}" for name in state.home.not_finite("grad")),
+    ]
     rank_first = min(map(suspects.index, bad_names), default=len(suspects))
 
     # The smallest of these numbers is that of the first suspect, and of the lowest rank that has it.
