@@ -94,6 +94,7 @@ class CorpusFacts(CommandResult):
             yield sample
 
     def _length_table(self) -> Table:
+        """Documents and tokens by ranges of length."""
         table = Table("length", "documents", "tokens", "share of tokens", box=None)
         for bin in self.histogram:
             share = bin.tokens / self.tokens
@@ -107,6 +108,7 @@ class CorpusFacts(CommandResult):
         return table
 
     def _cap_table(self) -> Table:
+        """What caps on the length would lose."""
         table = Table("max_len", "longer documents", "split: pieces", "truncate: lost", "drop: lost", box=None)
         for loss in self.caps:
             mark = " (this config)" if loss.cap == self.max_len else ""

@@ -98,6 +98,7 @@ class Explanation(CommandResult):
         return "\n".join([*lines, *_need_lines(self.need)])
 
     def _group_lines(self, number: int, group: Explained) -> Iterator[str]:
+        """What a layout inserts, prunes, moves and needs."""
         packs = f", in packs of up to {format_size(group.pack)}" if group.pack != group.upto else ""
         yield f"{number}. documents of up to {format_size(group.upto)} tokens{packs}: {group.layout}"
         yield f"   weights    {group.weights}"
@@ -205,6 +206,7 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
 
 
 def _optimizer_text(config: Config) -> str:
+    """What updates home, and what becomes of its moments."""
     packed = config.home.moments
     if packed == "float32":
         return str(config.train.rule)
@@ -275,12 +277,14 @@ def _gradients(itinerary: Itinerary, cut: Cut, stays: bool, formats: Format, lay
 
 
 def _traffic_lines(switch: Traffic | None, links: Links) -> Iterator[str]:
+    """Bytes that a switch puts on the links, and its seconds where these are known; nothing without a switch."""
     if switch is not None:
         seconds = f", {switch.overlapped_s:.3g} s where nothing is computed meanwhile" if links.origin != "assumed" else ""
         yield f"              {_size(switch.intra_node_bytes)} inside nodes, {_size(switch.inter_node_bytes)} between them{seconds}"
 
 
 def _size(size: float) -> str:
+    """Bytes in words."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}"

@@ -98,6 +98,7 @@ def notes(model: str) -> tuple[str, ...]:
 
 
 def _comment(note: str) -> str:
+    """A note as lines of comment."""
     return textwrap.fill(
         f"{note[0].upper()}{note[1:]}.",
         132,
@@ -108,6 +109,7 @@ def _comment(note: str) -> str:
 
 
 def _is_folder(model: str) -> bool:
+    """Whether a name is that of a folder, and not of a preset."""
     return Path(model).is_dir() or "/" in model or model.startswith(".")
 
 
@@ -136,4 +138,5 @@ def _mapping(**field: str) -> str:
 
 
 def _scalar(value: str) -> str:
+    """A value as YAML, quoted where it could be read as something else."""
     return value if re.fullmatch(r"[A-Za-z./][\w./-]*", value) else json.dumps(value)

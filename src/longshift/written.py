@@ -98,9 +98,11 @@ class _Reader:
         return value
 
     def _fault(self, reason: str) -> UsageError:
+        """An error that names the line."""
         return UsageError(f"{self.name}:{self.line}: {reason}")
 
     def _next(self) -> Event:
+        """The next event, whose line faults name."""
         event = next(self._events)
         self.line = event.start_mark.line + 1
         return event
@@ -122,6 +124,7 @@ class _Reader:
         return values
 
     def _mapping(self, path: tuple) -> dict[str, object]:
+        """A mapping, whose start was read."""
         values = dict[str, object]()
         while not isinstance(event := self._next(), CollectionEndEvent):
             self._check_plain(event)

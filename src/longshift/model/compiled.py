@@ -40,6 +40,7 @@ def compiled(device: torch.device) -> Elementwise:
 
 
 def _wide(x: Tensor) -> Tensor:
+    """In at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

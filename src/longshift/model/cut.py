@@ -33,6 +33,7 @@ class Multiples:
     every: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Out, in the format of q, and lse."""
         if self.fits(q, k):
             return self.kernel.forward(q, k, v, causal, scale)
         out = torch.empty_like(q)
@@ -75,6 +76,7 @@ class Multiples:
         causal: bool,
         scale: float,
     ) -> Sequence[Tensor]:
+        """Gradients (dq, dk, dv), in the format of their tensors, for a global `out` and `lse`."""
         if self.fits(q, k):
             return self.kernel.backward(grad, q, k, v, out, lse, causal, scale)
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))

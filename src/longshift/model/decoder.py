@@ -115,6 +115,7 @@ class Ops:
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
+    """x times `scale`, without a copy where that is 1."""
     return x if scale == 1.0 else x * scale
 
 
@@ -215,6 +216,7 @@ class Block(Unit):
         return self.spec.fused_qkv
 
     def qkv(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, N, H], keys and values [T, K, H] of a run of tokens, rotated to their positions."""
         q, k, v = self.project_qkv(ops.enter(self.pre_norm(x_TD, "norm1")), ops)
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
@@ -225,12 +227,15 @@ class Block(Unit):
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
+        """Output of attention [T, N, H], to the block's window."""
         return ops.attend(q, k, v, micro, self.spec.window(self.unit))
 
     def out(self, x_TD: Tensor, o_TNH: Tensor, ops: Ops) -> Tensor:
+        """The residual stream after attention."""
         return x_TD + self.post_norm(self.row_linear(o_TNH.flatten(1), "o", ops), "post1")
 
     def mlp(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        """The residual stream after the MLP."""
         return x_TD + self.post_norm(
             self.row_linear(self.hidden(ops.enter(self.pre_norm(x_TD, "norm2"))), "down", ops),
             "post2",
@@ -297,6 +302,7 @@ class Block(Unit):
         return Rotate.apply(x_TNH, cos, sin, self.by)  # pyright: ignore[reportReturnType]
 
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
+        """x [T, N H] normalized over all heads together, some of which other ranks hold."""
         width = heads * self.spec.head_width
         return SlicedRmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore[reportReturnType]
 
@@ -311,6 +317,7 @@ class Head(Unit):
     """The residual stream to the sum of the target tokens' cross-entropies."""
 
     def logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        """Logits [T, V_i] of this rank's slice of the vocabulary."""
         h_TD = ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor))
         logits = self.linear(h_TD, "embed" if self.spec.tied else "head")
         return SoftCap.apply(logits, self.spec.logit_cap) if self.spec.logit_cap else logits  # pyright: ignore[reportReturnType]

@@ -76,6 +76,7 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _times(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    """x r w, in the format of x."""
     return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight)
 
 
@@ -234,6 +235,7 @@ def _gated_grad(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tupl
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
+    """The activation of that name, of a config's `activation`."""
     return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
 
 

@@ -152,6 +152,7 @@ class WeightFolder(_TensorFolder):
             self._check_tied(spec, tied_head)
 
     def _check_tied(self, spec: ModelSpec, path: Path) -> None:
+        """Raise CheckpointError where a stored head differs from the embedding that it is tied to."""
         embedding = spec.params[0]
         with _reading(path):
             head = self.files[path].get_slice("lm_head.weight")
@@ -286,6 +287,7 @@ def _write_weights(
     dtype: torch.dtype,
     limit: int,
 ) -> None:
+    """Write files of at most `limit` bytes and, for several, their index. Raises ValueError for tensors that come in another order."""
     shards = _shards(spec, dtype, limit)
     weight_map = {}
     for number, names in enumerate(shards, 1):

@@ -94,6 +94,7 @@ def batched(*tensors: Tensor) -> Any:
 
 
 def flat(t: Tensor) -> Tensor:
+    """[1, N, T, H] -> [T, N, H]; [1, N, T] -> [T, N]"""
     return t.squeeze(0).transpose(0, 1)
 
 
@@ -117,23 +118,23 @@ def flash_backward(
     causal: bool,
     scale: float,
 ) -> list[Tensor]:
+    """Gradients (dq, dk, dv) for a global `out` and `lse`, by the kernel that `flash` takes."""
     if q.device.type == "cpu":
         return flash_on_cpu_backward(grad, q, k, v, out, lse, causal, scale)
     if q.dtype not in (torch.float16, torch.bfloat16):
         return reference_backward(grad, q, k, v, out, lse, causal, scale)
-    num_queries = len(q)
-    num_keys = len(k)
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     lse = lse.contiguous()
     seed = torch.empty(0, dtype=torch.uint64, device=q.device)
     # Without lengths of documents, and nothing is dropped.
     grads = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, num_queries, num_keys, 0.0, causal, seed, seed, scale=scale
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
     )
     return [flat(g) for g in grads[:3]]
 
 
 def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Out and lse by torch's kernel for CPUs, which takes all formats."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*batched(q, k, v), 0.0, causal, scale=scale)
     return flat(out), flat(lse)
 
@@ -148,6 +149,7 @@ def flash_on_cpu_backward(
     causal: bool,
     scale: float,
 ) -> list[Tensor]:
+    """Gradients (dq, dk, dv) for a global `out` and `lse`, by torch's kernel for CPUs."""
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     return [flat(g) for g in grads[:3]]
@@ -248,23 +250,24 @@ def _hidden(scores: Tensor, first: int, window: int | None) -> Tensor:
 
 
 def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
+    """Keys or values [1, K, S, H], each repeated for the query heads that share it: [1, N, S, H]."""
     return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Out and lse by cuDNN, which returns a log-sum-exp with one dim more."""
     out, lse = aten._scaled_dot_product_cudnn_attention(*batched(q, k, v), None, True, 0.0, causal, False, scale=scale)[:2]
     return flat(out), flat(lse.reshape(1, q.shape[1], q.shape[0]))
 
 
 def _cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
+    """Gradients (dq, dk, dv) for a global `out` and `lse`, by cuDNN."""
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    num_queries = len(q)
-    num_keys = len(k)
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     lse = lse.unsqueeze(-1).contiguous()
     # Without a bias and lengths of documents, and nothing is dropped.
     grads = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse, seed, seed, None, None, None, num_queries, num_keys, 0.0, causal, scale=scale
+        grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )
     return [flat(t) for t in grads]
 

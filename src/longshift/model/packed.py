@@ -53,6 +53,7 @@ def flash_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """Out and lse of all documents, by FlashAttention-2."""
     longest = max(lengths)
     # ends and longest of queries, then of keys; no dropout, causal, no debug mask
     out, lse = aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale, **_band(window))[:2]
@@ -71,6 +72,7 @@ def flash_backward(
     window: int | None,
     scale: float,
 ) -> Sequence[Tensor]:
+    """Gradients (dq, dk, dv) of all documents, by FlashAttention-2."""
     longest = max(lengths)
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # nothing is dropped, so nothing reads it
     lse = lse.t().contiguous()

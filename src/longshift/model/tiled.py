@@ -25,6 +25,7 @@ COLUMNS = 1024
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Out, in the format of q, and lse."""
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     fold(out, lse, q, k, v, causal, scale, first=True)
@@ -91,6 +92,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> list[Tensor]:
+    """Gradients (dq, dk, dv), in the format of their tensors, for a global `out` and `lse`."""
     dq = torch.zeros_like(q)
     dk = torch.zeros(k.shape, device=k.device)
     dv = torch.zeros(v.shape, device=v.device)
@@ -170,6 +172,7 @@ def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[sli
 
 
 def _height(q: Tensor, k: Tensor) -> int:
+    """Rows of a tile for each query head: a power of two, so that all heads of a group have ROWS or fewer."""
     return max(1, ROWS >> (q.shape[1] // k.shape[1] - 1).bit_length())
 
 
@@ -192,6 +195,7 @@ def _scratch(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _part(flat: Tensor, rows: int, columns: slice) -> Tensor:
+    """The first elements of scratch memory as a tile [rows, columns]."""
     width = columns.stop - columns.start
     return flat[: rows * width].view(rows, width)
 

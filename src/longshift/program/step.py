@@ -169,6 +169,7 @@ class Steps:
         return self._planned(self.itinerary.sums(source), None, None)
 
     def _planned(self, plan: Plan, source: Cut | None, target: Cut | None) -> Exchanges:
+        """A plan as the program needs it. `source`: the cut that it leaves; `target`: the cut that it fills; None where home does both."""
         if plan in self._exchanges:
             return self._exchanges[plan]
         count = plan.exchanges
@@ -237,6 +238,7 @@ class _Step:
         self.disk = _Disk(steps.on_disk)
 
     def operations(self) -> Iterator[Op]:
+        """All operations of the step, in order."""
         for number in range(len(self.visits)):
             yield Op("enter", number)
             yield from self._come(number)
@@ -468,6 +470,7 @@ class _Step:
         num_posted = 0  # of `gathers`
 
         def post() -> Iterator[Op]:
+            """Post gathers of what comes next, as far as there is room."""
             nonlocal num_posted
             while num_posted < len(gathers) and window.fits(gathers[num_posted]):
                 unit = gathers[num_posted]
@@ -567,6 +570,7 @@ class _Disk:
         self.masters[unit] += 1
 
     def leave(self, number: int, unit: int) -> Iterator[Op]:
+        """End a use of a master, which goes with the last one."""
         self.masters[unit] -= 1
         if not self.masters[unit]:
             yield Op("evict", number, unit, part="master")
@@ -643,6 +647,7 @@ class _Window(deque[int]):
         self.capacity = max(self.size[unit] for unit in range(1, view.spec.layers + 1))
 
     def fits(self, unit: int) -> bool:
+        """Whether a unit may be under way beside the others. One always may."""
         return not self or sum(self.size[u] for u in self) + self.size[unit] <= self.capacity
 
     def make_room(self, unit: int) -> Iterator[int]:

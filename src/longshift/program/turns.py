@@ -274,6 +274,7 @@ class _WholeTurns(_Turns):
             ops = []
 
     def _loss(self, unit: int, micro: int) -> Iterator[Op]:
+        """Loss and gradient of the head, a block of rows after another."""
         num_blocks = self.visit.loss_blocks[micro]
         for block in range(num_blocks):
             yield Op("compute", self.number, unit, micro, turn="loss", number=block)
@@ -289,16 +290,19 @@ class _WholeTurns(_Turns):
         return Op(kind, self.number, unit, micro, turn=turn, part=part)
 
     def _forward(self, unit: int, micro: int) -> Iterator[Op]:
+        """The forward of a unit on a micro-batch; what waits for a backward goes to its tier."""
         recomputes = self._recomputes(unit)
         yield self._op("compute", unit, micro, "pass" if recomputes else "forward")
         if self.moves and recomputes:
             yield self._op("put", unit, micro)
 
     def _fetches(self, unit: int, micro: int) -> Iterator[Op]:
+        """Bring what waits for a backward back from its tier."""
         if self.moves and self._recomputes(unit):
             yield self._op("fetch", unit, micro)
 
     def _backward(self, unit: int, micro: int) -> Iterator[Op]:
+        """The backward of a unit on a micro-batch, with the forward again where it kept no graph."""
         recomputes = self._recomputes(unit)
         if self.moves and recomputes:
             yield self._op("await fetch", unit, micro)

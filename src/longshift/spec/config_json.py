@@ -83,6 +83,7 @@ class Reader:
         self.dropout: dict[str, float] = {}
 
     def fault(self, key: str, value: object, reason: str) -> None:
+        """Add a fault of a key to the list."""
         self.faults.append(f"{self.where}{str(key)[:80]} = {shown(value)}: {reason}")
 
     def value(self, key: str, default: Any, is_good: Callable[[Any], bool], reason: str) -> Any:
@@ -121,6 +122,7 @@ class Reader:
         return _ACTIVATION[self.value(key, default, lambda v: isinstance(v, str) and v in _ACTIVATION, reason)]
 
     def no_dropout(self, key: str, default: float = 0.0) -> None:
+        """A rate of dropout, which is not applied: one above 0 is kept for a warning."""
         rate = self.value(
             key,
             default,

@@ -201,6 +201,7 @@ def preset(name: str) -> ModelSpec:
 
 
 def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
+    """Fields of ModelSpec from a config of a family with Llama's keys."""
     # 1. Sizes. A family's default of key/value heads is for an absent key; null means as many as query heads.
     width = read.size("hidden_size")
     layers = read.size("num_hidden_layers", limit=MAX_BLOCKS)
@@ -363,6 +364,7 @@ def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
 
 
 def _scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
+    """Fields of Rope from a section of this kind."""
     if kind == "default":
         return {}
     if kind == "linear":
@@ -514,6 +516,7 @@ def _gpt2(read: Reader, family: Family) -> dict[str, Any]:
 
 
 def _rope_scaling_keys(rope: Rope) -> dict[str, Any] | None:
+    """The section `rope_scaling` of a config; None where nothing is scaled."""
     if not rope.scaling:
         return None
     scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
@@ -535,6 +538,7 @@ def _rope_scaling_keys(rope: Rope) -> dict[str, Any] | None:
 
 
 def _window_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
+    """Keys that say which blocks have a sliding window."""
     if family.window is None:
         return {}
     config: dict[str, Any] = {}
@@ -547,11 +551,10 @@ def _window_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
     if family.window == "some":
         config["use_sliding_window"] = window is not None
         if window:
-            first = next(
+            config["max_window_layers"] = next(
                 (block for block in range(spec.layers) if block + 1 not in spec.full_blocks),
                 spec.layers,
             )
-            config["max_window_layers"] = first
     return config
 
 

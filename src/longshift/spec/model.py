@@ -310,6 +310,7 @@ _NORM_NAMES: Mapping[str, Mapping[str, str]] = {  # of blocks, by `norm_place`
 
 
 def _parameter_table(spec: ModelSpec) -> Iterator[Param]:
+    """All weights in canonical order, without adapters."""
     names = _GPT2_NAMES if spec.fused_qkv else {**_LLAMA_NAMES, **_NORM_NAMES[spec.norm_place]}
     head_unit = spec.layers + 1
     shape = spec.vocab, spec.width
@@ -388,6 +389,7 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
 
 
 def _norm(spec: ModelSpec, names: Mapping[str, str], role: str, size: int) -> Iterator[Param]:
+    """The weights of a norm; `size`: of its weight."""
     yield Param(
         f"{names[role]}.weight",
         role,

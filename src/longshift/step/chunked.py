@@ -54,6 +54,7 @@ class ChunkedPacks(Runner):
         self._lists = lists_of
 
     def lists(self, pack: ChunkedPack, unit: int) -> Lists:
+        """The events of a unit's turns on a pack."""
         return self._lists(pack.chunks, self.spec.window(unit), self.learns)
 
     def load(self, micro: int, pack: HostPack) -> None:
@@ -111,6 +112,7 @@ class Segment(NamedTuple):
 
 
 def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
+    """Call a function on detached inputs, with a graph."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         outputs = function(*leaves)
@@ -136,6 +138,7 @@ class ChunkPlayer:
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
 
     def run(self, events: Sequence[Event]) -> None:
+        """Play events in their order."""
         for event in events:
             if self.runner.watch:
                 self.runner.watch(event)
@@ -146,6 +149,7 @@ class ChunkPlayer:
                 self._play(event)
 
     def _play(self, event: Event) -> None:
+        """Play one event. What it reads is waited for."""
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
@@ -170,6 +174,7 @@ class ChunkPlayer:
         getattr(self, event.name)(event)  # one of the methods below
 
     def key(self, buffer: chunks.Buffer) -> tuple:
+        """The key of a buffer in the tier."""
         return tier_key(self.number, self.unit, buffer)
 
     def _here(self, buffer: chunks.Buffer) -> None:
@@ -181,6 +186,7 @@ class ChunkPlayer:
             self.fetched[buffer] = True
 
     def _one(self, name: str, chunk: int) -> Tensor:
+        """The only tensor of a buffer."""
         return self.live[name, chunk][0]
 
     @property
@@ -198,6 +204,7 @@ class ChunkPlayer:
     # Operations of a block
 
     def qkv(self, event: Event) -> None:
+        """Queries, keys and values of chunk c, with their graph where a backward follows."""
         c = event.chunk
         micro = self.pack.rotated(c, self.unit)
         is_exchanged_later = ("qkv", c) in event.writes
@@ -213,6 +220,7 @@ class ChunkPlayer:
             self._heads(event, qkv)
 
     def to_heads(self, event: Event) -> None:
+        """Exchange the chunk's tokens for heads."""
         self._heads(event, self._graph("exchange", event, self.ops.to_heads, *self.live["qkv", event.chunk]))
 
     def _graph(self, name: str, event: Event, function: Callable[..., Any], *inputs: Tensor) -> Sequence[Tensor]:
@@ -231,6 +239,7 @@ class ChunkPlayer:
             self.live["q", event.chunk] = (q if qkv[0].requires_grad else q.contiguous(),)  # a view would keep all that arrived
 
     def attend(self, event: Event) -> None:
+        """Fold the attention of chunk c to the keys of chunk j into its output."""
         c = event.chunk
         j = event.keys
         q = self._one("q", c)
@@ -249,9 +258,11 @@ class ChunkPlayer:
             self.live["o", c] = (out.to(q.dtype), lse)
 
     def to_tokens(self, event: Event) -> None:
+        """Exchange heads for tokens, with the graph."""
         self.live["o_tokens", event.chunk] = _segment(self.ops.to_tokens, self._one("o", event.chunk))
 
     def _tail(self, x: Tensor, o: Tensor) -> Tensor:
+        """Attention's output projection and the MLP."""
         return self.module.mlp(self.module.out(x, o, self.ops), self.ops)
 
     def _o(self, c: int) -> Tensor:
@@ -259,10 +270,12 @@ class ChunkPlayer:
         return self.live["o_tokens", c].outputs[0] if ("o_tokens", c) in self.live else self._one("o", c)
 
     def tail(self, event: Event) -> None:
+        """What follows attention in a block, without a graph."""
         with torch.no_grad():
             self.live["y", event.chunk] = (self._tail(self._one("x", event.chunk), self._o(event.chunk)),)
 
     def tail_back(self, event: Event) -> None:
+        """Its gradients, from a graph that is made again."""
         c = event.chunk
         grads = _segment(self._tail, self._one("x", c), self._o(c)).back([self._one("dy", c)])
         for buffer, grad in zip(event.writes, grads):  # dx, do
@@ -272,6 +285,7 @@ class ChunkPlayer:
         self.live["do", event.chunk] = tuple(self.live["o_tokens", event.chunk].back([self._one("do_tokens", event.chunk)]))
 
     def attend_back(self, event: Event) -> None:
+        """Add the gradients of a pair of chunks to dq of chunk c and dk, dv of chunk j."""
         c = event.chunk
         j = event.keys
         q = self._one("q", c)
@@ -291,6 +305,7 @@ class ChunkPlayer:
         self.live["dqkv", c] = tuple(self.live["exchange", c].back([self._one("dq", c), *self._one("dkv", c)]))
 
     def qkv_back(self, event: Event) -> None:
+        """The gradient of the residual stream before the block."""
         c = event.chunk
         grads = self.live["dqkv", c] if ("dqkv", c) in self.live else (self._one("dq", c), *self._one("dkv", c))
         (dx,) = self.live["graph", c].back(grads)
@@ -309,6 +324,7 @@ class ChunkPlayer:
             torch.autograd.backward(y, self._one("dy", event.chunk))
 
     def loss(self, event: Event) -> None:
+        """Loss and gradient of a block of rows of a chunk."""
         c = event.chunk
         x = self._one("x", c)
         assert isinstance(self.module, Head)
@@ -318,6 +334,7 @@ class ChunkPlayer:
         self.runner.counts(loss_of_rows(self.module, x, dx, self.pack.micros[c], self.ops, event.keys, self.runner.seed))
 
     def score(self, event: Event) -> None:
+        """Loss of a block of rows of a chunk."""
         assert isinstance(self.module, Head)
         micro = self.pack.micros[event.chunk]
         self.runner.counts(score_of_rows(self.module, self._one("x", event.chunk), micro, self.ops, event.keys))

@@ -259,6 +259,7 @@ class Player(OperationPlayer):
         return self.copies_of[self._layout(op)]
 
     def _enter(self, op: Op) -> None:
+        """Begin to count seconds and bytes of a group."""
         group = self.groups_here[op.visit]
         self._began = self.world.now()
         self.visited.append(Visited(group, sum(self.lengths[d] for d in group.documents)))
@@ -267,6 +268,7 @@ class Player(OperationPlayer):
             runner.tier.moved.restart()
 
     def _leave(self, op: Op) -> None:
+        """End that."""
         visit = self.visited[-1]
         tier = self._runner_of(op).tier
         visit.moved = replace(tier.moved) if tier is not None else None
@@ -280,6 +282,7 @@ class Player(OperationPlayer):
     # Switches
 
     def _transfer(self, op: Op) -> Transfer:
+        """The switch to a visit from the one before, or home."""
         copies = self._copies(op)
         if op.way == "sums":
             return self.switches.take_home(copies)
@@ -294,6 +297,7 @@ class Player(OperationPlayer):
         self.switches.total(op.unit)
 
     def _update(self, op: Op) -> None:
+        """Update home, or a unit of it, and remember what that leaves to the next step."""
         is_early = op.part == "early"
         if is_early:
             self.early.add(op.unit)
@@ -304,6 +308,7 @@ class Player(OperationPlayer):
             self.left = self.steps.left(self.early if unclipped else ())
 
     def _norm(self, op: Op) -> None:
+        """Loss and squared gradient norm of all ranks, in one message."""
         layouts = dict.fromkeys(group.layout for group in self.groups_here)  # groups with packs of their own may share one
         loss_sum = torch.stack([self.runners[layout].loss for layout in layouts]).sum()
         sums = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))

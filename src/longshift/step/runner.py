@@ -179,6 +179,7 @@ class WholePacks(Runner):
         return op.micro, op.unit, op.part
 
     def _pass(self, op: Op) -> None:
+        """Compute a part without a graph. Its input waits for the backward, with attention's output and log-sum-exp."""
         x = self.x[op.micro]
         attention_results: list[Tensor] = []
         with torch.no_grad():
@@ -186,10 +187,12 @@ class WholePacks(Runner):
         self.inputs[self._key(op)] = x, *attention_results
 
     def _pass_on(self, op: Op) -> None:
+        """Compute a part of which nothing is kept."""
         with torch.no_grad():
             self.x[op.micro] = self.modules[op.unit](self.x.pop(op.micro, None), self.loaded[op.micro], self.ops)
 
     def _score(self, op: Op) -> None:
+        """Compute the loss of a block of rows alone."""
         head = self.modules[op.unit]
         assert isinstance(head, Head)
         self.counts(score_of_rows(head, self.x[op.micro], self.loaded[op.micro], self.ops, op.number))
@@ -199,6 +202,7 @@ class WholePacks(Runner):
         self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), self.ops)
 
     def _again(self, op: Op) -> None:
+        """Compute a part again, with its graph."""
         x, *attention_results = self.inputs.pop(self._key(op))
         self._graph(op, x, self.ops.keeping(attention_results))
 
