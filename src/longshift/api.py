@@ -106,6 +106,7 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     stages = []
     for part in run.parts:
         legal.check(part.spec, against, None, part.data.max_len, float8=part.formats.float8)
+        # Its own choices of chunks and recomputation, as a run with that layout would make them.
         (against_edge,) = with_choices(part.model_copy(update={"layout": against}), say).edges
         part = with_choices(part, say)
         stages.append((part, [[edge.use for edge in part.edges], [against_edge.use]]))
@@ -124,6 +125,7 @@ def check_memory(config: Config | str | Path, *overrides: str) -> MemoryCheck:
         run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
     run = with_choices(run, say)
     check_layouts(run, None)
+    # Made here, where a progress bar can be shown, before ranks read them.
     open_tokens(run, verify=False)
     from longshift.dist.world import own_device
     from longshift.trainer.check_run import timeline
@@ -138,6 +140,7 @@ def explain(config: Config | str | Path, *overrides: str, per_node: int | None =
     from longshift.explained import explain as explain_part
 
     ranks = per_node or run.world
+    # Seconds of a switch are said only where the links of these machines were measured.
     links = profile_of_host(ranks, -(-run.world // ranks))
     return tuple(explain_part(part, ranks, links, has_gpu()) for part in run.parts)
 

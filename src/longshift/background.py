@@ -33,7 +33,7 @@ class Background(Generic[T]):
         self._thread.join()
 
     def result(self) -> T:
-        """What the work found, when it has ended."""
+        """What the work returned, when it has ended. Raises what it raised."""
         self._thread.join()
         if self._fault is not None:
             raise self._fault

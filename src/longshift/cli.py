@@ -214,6 +214,7 @@ def check(
     from longshift import api
     from longshift.command_results import print_result
 
+    # One report a call: exit codes say whether it is good.
     if timeline == (against is not None):
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
     if against is None:
@@ -338,6 +339,7 @@ def report(
     """
     from longshift import api
 
+    # A report of one run belongs to it; one of several belongs to none of them.
     file = to or (None if json else Path("longshift-report.html") if more else run / "report.html")
     reports = api.report(run, *more, to=file)
     if json:
@@ -535,6 +537,7 @@ def _print_summary(run: "Config", folder: "RunFolder", json: bool) -> bool:
     from longshift.command_results import print_result
     from longshift.trainer.run_folder import summarize_run
 
+    # A summary that cannot be printed does not make a finished run an unfinished one.
     is_finished = True
     with read_or_not():
         summary = summarize_run(run, folder)

@@ -161,6 +161,7 @@ class Checked(CommandResult):
     def parts(self) -> Iterator[RenderableType]:
         """A row for each layout, and the verdict."""
         yield f"{self.documents} documents, {self.tokens:,} tokens; loss {self.reference_loss:.4f} in {self.reference}"
+        # Most runs have one stage: a column of ones would say nothing.
         has_stages = len({row.stage for row in self.rows}) > 1
         table = Table(
             *["stage"] * has_stages,
@@ -419,6 +420,7 @@ class RunSummary(CommandResult):
     def parts(self) -> Iterator[RenderableType]:
         """Lines under names, as the header has them."""
         status = "ended early, for validation becomes no better," if self.early else "finished" if self.finished else "stopped"
+        # A loss that was not finite is None in JSON, which has no word for it.
         first_loss, last_loss = (math.nan if loss is None else loss for loss in (self.first_loss, self.last_loss))
         yield f"run     {self.shown}: {status} at step {self.steps} of {self.planned_steps}, loss {first_loss:.3f} -> {last_loss:.3f}"
         if self.best_step is not None:

@@ -32,6 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
         raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
     except (OSError, ValueError) as fault:
         raise UsageError(f"config {str(path)[:300]} cannot be read: {fault}") from None
+    # Only the config of a run may have keys of an earlier version: a new one is corrected instead.
     is_of_run = path.name in ("config.yaml", ".config.yaml") and path.with_name("env.json").is_file()
     return parse_config(text, overrides, name=str(path), say=say if is_of_run else None)
 
@@ -42,7 +43,8 @@ def parse_config(
     name: str = "config",
     say: Callable[[str], None] | None = None,
 ) -> Config:
-    """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text is the config of a run."""
+    """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text is the config of a run. Raises
+    UsageError that lists every fault."""
     # 1. The values of the text, and where each stands.
     document = read_yaml(text, name)
     values = document.value if say is None else with_current_words(document.value)
@@ -101,6 +103,7 @@ def _layout_faults(config: Config, place: str) -> Iterator[str]:
         stage = f"train.stages.{number}: " if config.train.stages else ""
         for edge in part.edges:
             key = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
+            # Documents are cut to max_len before they are grouped.
             longest = min(edge.upto, part.data.max_len)
             for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack, part.formats.float8):
                 yield f"{place}: {stage}{key}: {fault}"
@@ -128,6 +131,7 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
 
 def _fields(path: tuple) -> dict[str, Any]:
     """The known keys of the section at a key path; empty where that is no section."""
+    # A stage has keys with dots in them, such as train.lr, which name fields of other sections.
     if path[:2] == ("train", "stages") and len(path) > 2:
         if len(path) == 3:
             return StageConfig.__annotations__

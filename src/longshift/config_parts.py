@@ -69,7 +69,8 @@ def _number(value: object) -> object:
 
 
 def some_sources(value: object) -> object:
-    """The value as a list of sources, if it is no empty one: a source may stand alone, and a text is a path."""
+    """The value as a list of sources, if it is no empty one: a source may stand alone, and a text is a path.
+    Raises ValueError."""
     sources = [value] if isinstance(value, str | Mapping) else value
     if sources in ([], ()):
         raise ValueError("name at least one source, as in train: [{corpus: python}]")

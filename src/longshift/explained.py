@@ -66,6 +66,7 @@ class Explanation(CommandResult):
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as JSON, without seconds of a switch where links are assumed."""
+        # Assumed links have rates too, but seconds by them would look like a measurement.
         values = super().to_json()
         if self.links.origin == "assumed":
             for group in values["groups"]:
@@ -127,6 +128,7 @@ def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | No
     """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`: whose links it crosses, assumed ones where
     not given."""
     formats = config.formats
+    # One machine where nothing is said.
     per_node = per_node or config.world
     links = links_of(cluster, per_node, -(-config.world // per_node))
     return Itinerary(

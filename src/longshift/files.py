@@ -99,6 +99,7 @@ def rewrite(path: Path, text: str) -> None:
     new_file = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         new_file.write_text(text, encoding="utf-8")
+        # Atomic within a file system.
         os.replace(new_file, path)
     except BaseException:
         with suppress(OSError):
@@ -123,6 +124,7 @@ def read_small(path: Path, max_bytes: int) -> str:
     if path.exists() and not path.is_file():
         raise ValueError("it is no plain file")
     with path.open("rb") as file:
+        # One byte more tells a file that is too large, whatever size it claims to have.
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes; is this the right file?")

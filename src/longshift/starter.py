@@ -76,6 +76,7 @@ def notes(model: str) -> tuple[str, ...]:
     """What a person should know of the weights, and of the tokenizer, that a starter chooses. Raises UsageError as `starter`."""
     if not _is_folder(model):
         spec = preset(model)
+        # The project's tokenizer has no more tokens than the model has rows of its embedding.
         vocab = min(PROJECT_VOCAB, spec.vocab)
         rows = f", and the other {spec.vocab - vocab:,} rows of the embedding are not trained" if vocab < spec.vocab else ""
         return (
@@ -116,6 +117,7 @@ def _is_folder(model: str) -> bool:
 def write_new(text: str, to: Path) -> None:
     """Write a file that is not there yet. Raises UsageError."""
     try:
+        # Never over a file that somebody has written.
         with to.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

@@ -41,6 +41,7 @@ def sweep(parent: Path, prefix: str = PREFIX, suffix: str = "") -> None:
         for folder in list(parent.iterdir()):
             if folder.name.startswith(prefix) and folder.name.endswith(suffix):
                 with suppress(OSError):
+                    # Not `stat`: a link may lead to a folder of somebody else.
                     status = folder.lstat()
                     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
                     if is_own and _is_abandoned(folder, status.st_mtime):
@@ -50,6 +51,7 @@ def sweep(parent: Path, prefix: str = PREFIX, suffix: str = "") -> None:
 def _is_abandoned(folder: Path, changed_s: float) -> bool:
     """Whether nobody on this machine, which made a folder, holds its lock, or it has been empty since long ago. Raises OSError for what is
     not ours to judge."""
+    # A process that makes a folder has no lock on it for a moment.
     if {path.name for path in folder.iterdir()} <= {f"{OWNER}-new"}:
         return time.time() - changed_s > EMPTY_S
     file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

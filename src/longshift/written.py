@@ -84,7 +84,7 @@ class _Reader:
         self._num_values = 0
 
     def document(self) -> object:
-        """The value of the only document."""
+        """The value of the only document. Raises UsageError where there are more."""
         value = None
         has_document = False
         for event in self._events:
@@ -140,6 +140,7 @@ class _Reader:
 
     def _check_plain(self, event: Event) -> None:
         """Raises UsageError for what is no plain key or value, or one too many."""
+        # Aliases can make a text of a hundred bytes a value of gigabytes.
         anchor = getattr(event, "anchor", None)
         tag = getattr(event, "tag", None)
         if isinstance(event, AliasEvent) or anchor is not None:
@@ -161,6 +162,7 @@ class _Reader:
             return _WORDS[text.lower()]
         if endless := _ENDLESS.fullmatch(text):
             return float(endless[1] + endless[2])
+        # What YAML 1.1 reads otherwise than people do, such as 017 and 1:30, stays text.
         number = int if _INT.fullmatch(text) else float if _FLOAT.fullmatch(text) else None
         if number is None:
             return text

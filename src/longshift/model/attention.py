@@ -45,6 +45,7 @@ class Attention:
             return [tuple(lengths)]
         calls: list[tuple[int, ...]] = []
         for length in lengths:
+            # Calls end before and after a long document, so that no call mixes long and short ones.
             if calls and max(length, calls[-1][-1]) < LONG:
                 calls[-1] = (*calls[-1], length)
             else:
@@ -73,6 +74,7 @@ class Attention:
     ) -> None:
         """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
         output that nothing else is folded into. The `first` must reach every query; what was there before it counts for nothing."""
+        # Kernels know causal and full masks; later keys are causal ones in the opposite order.
         causal = mask != "all"
         kernel = self.kernel.of(q_TNH, k_SKH, causal)
         if mask == "later":
@@ -226,6 +228,7 @@ def _backward(
     """Gradients (dq, dk, dv); in at least float32 where a window is computed by pieces."""
     if packed := attention.packed(call.lengths, window):
         return packed.backward(grad, q, k, v, out, lse, call.ends, call.lengths, window, attention.scale)
+    # Without a packed kernel a window is a band of pieces.
     if banded(call.lengths, window):
         assert window is not None
         return _windowed_backward(grad, q, k, v, out, lse, window, attention)

@@ -134,6 +134,7 @@ def _refusal(kernel: Kernel, verdict: Backend, max_errors: Sequence[float], devi
     is asked. Empty where it can be."""
     if verdict.why_not:
         return verdict.why_not
+    # A piece is a part of a larger attention, so a kernel must take the log-sum-exp of that.
     if not verdict.legal or any(error > limit for error, limit in zip(_errors(verdict), max_errors)):
         return "not for pieces, or not exact enough"
     if asked() and not kernel.deterministic(device):
@@ -147,6 +148,7 @@ def _packed_form(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch
     if kernel.packed is None:
         return 0
     inputs = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
+    # A kernel that is wrong without a window is not tried with one.
     if not _is_right(kernel.packed, inputs, PACK, None):
         return 0
     return 2 if _is_right(kernel.packed, inputs, PACK, BAND) else 1
@@ -213,6 +215,7 @@ def _error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """What a run chooses from. On a CPU nothing, for the same bits in every run: where vectors multiply bf16, large pieces by tiles are 1.4
     times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they."""
+    # Packed kernels of GPUs have 16-bit numbers only.
     if device.type != "cpu":
         packed_flash = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None
         return tuple(replace(kernel, packed=packed_flash) for kernel in (FLASH, LONG_BY_CUDNN))

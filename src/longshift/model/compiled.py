@@ -66,6 +66,7 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _gated_grad(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     g = _wide(grad)
     x = _wide(gate)
+    # One kernel does all of this, so each intermediate stays in registers.
     d_act = g * _wide(up)
     if activation == "gelu_tanh":
         act = F.gelu(x, approximate="tanh")

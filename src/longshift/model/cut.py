@@ -54,6 +54,7 @@ class Multiples:
     ) -> None:
         """As `model.attention.Attention.fold`."""
         for rows, parts in self._parts(q, k, causal):
+            # Partial attentions are merged in at least float32, a single one needs no merge.
             sums = out[rows] if first and len(parts) == 1 else out[rows].to(lse.dtype)
             for number, (keys, kernel, hides) in enumerate(parts):
                 merge(
@@ -79,6 +80,7 @@ class Multiples:
         """Gradients (dq, dk, dv), in the format of their tensors, for a global `out` and `lse`."""
         if self.fits(q, k):
             return self.kernel.backward(grad, q, k, v, out, lse, causal, scale)
+        # Keys get gradients from several parts, so all begin at zero.
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         self.add(dq, dk, dv, grad, q, k, v, out, lse, causal, scale)
         return dq, dk, dv

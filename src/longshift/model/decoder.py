@@ -255,6 +255,7 @@ class Block(Unit):
         """Queries [T, N, H], keys and values [T, K, H] of the normalized residual stream."""
         width = self.spec.head_width
         if self.spec.fused_qkv or self.spec.fused:
+            # A fused matrix has the rows of queries, keys and values one after another.
             sizes = [len(heads) * width for heads in (ops.heads, ops.kv_heads, ops.kv_heads)]
             q, k, v = self.linear(h, "fused").split(sizes, -1)
         else:

@@ -157,6 +157,7 @@ class WeightFolder(_TensorFolder):
         with _reading(path):
             head = self.files[path].get_slice("lm_head.weight")
         is_equal = tuple(head.get_shape()) == embedding.shape
+        # Blocks of rows, because the embedding of a large vocabulary is gigabytes.
         for row in range(0, spec.vocab if is_equal else 0, _ROW_BLOCK):
             rows = Box.whole(embedding.shape).cut(0, row, min(row + _ROW_BLOCK, spec.vocab))
             with _reading(path):
@@ -241,6 +242,7 @@ def write_adapters(
     CheckpointError as `write_folder` does."""
     lora = spec.lora
     assert lora is not None
+    # PEFT names every layer; `all` is a word of ours.
     targets = linear_modules(spec.base.params, spec.layers) if ALL in lora.targets else lora.targets
     config = {
         "peft_type": "LORA",
@@ -318,6 +320,7 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
     filled = 0
     for p in spec.params:
         size = p.elements * dtype.itemsize
+        # A weight larger than the limit has a file of its own.
         if not shards or filled + size > limit:
             shards.append([])
             filled = 0

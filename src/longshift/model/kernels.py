@@ -72,6 +72,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool)
         out.copy_(part)
         lse.copy_(part_lse)
         return
+    # Both are brought to the log-sum-exp of their union.
     total_lse = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total_lse).exp().unsqueeze(-1))
     out.add_(part * (part_lse - total_lse).exp().unsqueeze(-1))

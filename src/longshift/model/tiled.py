@@ -93,6 +93,7 @@ def backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients (dq, dk, dv), in the format of their tensors, for a global `out` and `lse`."""
+    # dk and dv gather from all rows in float32, dq is complete after its rows.
     dq = torch.zeros_like(q)
     dk = torch.zeros(k.shape, device=k.device)
     dv = torch.zeros(v.shape, device=v.device)

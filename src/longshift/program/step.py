@@ -129,6 +129,7 @@ class Steps:
         key = visits, learns, tuple(left), early
         program = self._programs.get(key)
         if program is None:
+            # A run has few kinds of steps; one with many would fill memory with programs.
             if len(self._programs) >= 64:
                 self._programs.clear()
             program = self._programs[key] = tuple(_Step(self, visits, learns, left, early).operations())
@@ -140,6 +141,7 @@ class Steps:
         visits = []
         packs_by_visit = []
         for group in groups:
+            # Replicas run one program, so that one with fewer packs computes empty ones.
             share = group.shares[self.views[group.layout].at.dp]
             num_packs = max(map(len, group.shares))
             packs = [group.packs[number] for number in share] + [()] * (num_packs - len(share))
@@ -478,12 +480,9 @@ class _Step:
                     stays[unit] += 1
                 else:
                     window.append(unit)
-                    next_units = gathers[num_posted + 1 :][:READ_AHEAD]
-                    yield from self._gather(
-                        number,
-                        unit,
-                        [u for u in next_units if u not in self.present and u not in window],
-                    )
+                    upcoming = gathers[num_posted + 1 :][:READ_AHEAD]
+                    absent = [u for u in upcoming if u not in self.present and u not in window]
+                    yield from self._gather(number, unit, absent)
                 num_posted += 1
 
         # 3. The turns. What an early update reads comes with the rank's last backward.
@@ -531,6 +530,7 @@ class _Step:
         """Numbers of the exchanges of the switch to the next group, by the turn that they are posted before. [Note: order]"""
         if number + 1 == len(self.visits) or not self.learns:
             return {}
+        # Copies that are home's, or this group's own, need no exchange.
         next_cut = self.views[number + 1].cut
         if next_cut.at_home or next_cut == self.views[number].cut:
             return {}

@@ -164,6 +164,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
 
 def _message(kind: Kind, number: int, pp: int, transfer: pipeline.Transfer, event: pipeline.Event) -> Op:
     """The operation that posts or awaits what an event sends or receives. `number`: of the visit."""
+    # An interleaved pipeline counts stages of all model chunks; ranks repeat every `pp` of them.
     source = transfer.source % pp
     target = transfer.target % pp
     return Op(
@@ -263,6 +264,7 @@ class _WholeTurns(_Turns):
 
     def _backwards(self, chunk: int, micros: Sequence[int]) -> Iterator[UnitTurn]:
         """Turns of the backwards of some micro-batches. What waits in a tier is fetched one unit, or micro-batch, ahead."""
+        # One fetch goes ahead, so that it crosses the link while another unit is computed.
         units = self.view.chunks[chunk][::-1]
         fetches = iter([*(tuple(self._fetches(unit, micro)) for unit in units for micro in micros), ()])
         ops = list(next(fetches))

@@ -72,6 +72,7 @@ def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any
     if not lora and not freeze:
         return spec
     if lora:
+        # A misspelt name would leave its layer without an adapter, and nobody would notice.
         modules = linear_modules(spec.params, spec.layers)
         for name in lora.targets:
             if name not in (ALL, *modules):
@@ -93,6 +94,7 @@ def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
     or a function that is not `W x + scale B A x`. Which layers have one, the names of tensors say."""
     if config.get("peft_type") != "LORA":
         return [f"peft_type is {config.get('peft_type')!r}, not LORA"]
+    # Only what changes what adapters compute is compared, no bookkeeping.
     lora = spec.lora
     faults: list[str] = []
     if config.get("r") != lora.rank:

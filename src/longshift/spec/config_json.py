@@ -90,6 +90,7 @@ class Reader:
         """`config[key]` if `is_good(value)`, else a fault with this `reason`; absent or null means `default`."""
         self.known.add(key)
         value = self.config.get(key)
+        # Some writers put null where others leave a key out.
         if value is None:
             return default
         if not is_good(value):

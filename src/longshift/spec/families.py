@@ -185,6 +185,7 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied,
         **(_gpt2_keys(spec) if spec.family == "gpt2" else _llama_like_keys(spec)),
     }
+    # Read back, because a key that a family lacks would be lost without a word.
     back = from_hugging_face(config)
     lost = [f.name for f in fields(spec) if getattr(spec, f.name) != getattr(back, f.name)]
     if lost:
@@ -280,6 +281,7 @@ def _caps(read: Reader, defaults: tuple[float, float]) -> dict[str, Any]:
 
 def _check_scale(read: Reader, head_width: int) -> None:
     """Keys of other families for the scale of attention, whose harmless value depends on this model."""
+    # Some folders have these keys of other families, with the value that changes nothing.
     if "query_pre_attn_scalar" not in read.known:
         reason = f"supported: {head_width}, the head width; this family has no other scale of attention"
         read.only("query_pre_attn_scalar", head_width, reason)
@@ -295,6 +297,7 @@ def _check_scale(read: Reader, head_width: int) -> None:
 def _rotary(read: Reader, family: Family, head_width: int) -> int:
     """Channels of a head that turn."""
     key = "partial_rotary_factor"
+    # Versions of transformers have it in three places; the first one that is there counts.
     sections = [read.config.get("rope_parameters"), read.config.get("rope_scaling"), read.config]
     factor = next(
         (section[key] for section in sections if isinstance(section, Mapping) and section.get(key) is not None),
@@ -365,6 +368,7 @@ def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
 
 def _scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
     """Fields of Rope from a section of this kind."""
+    # Each kind has keys of its own: others are refused as unknown.
     if kind == "default":
         return {}
     if kind == "linear":

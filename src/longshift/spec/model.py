@@ -212,6 +212,7 @@ class ModelSpec:
     @cached_property
     def _alike(self) -> tuple[int, ...]:
         """By block, from the first on, the first one that computes as it does."""
+        # What is frozen changes which gradients a block has, so it makes another kind of block.
         frozen_roles: dict[int, list[str]] = {}
         for p in self.params if self.freeze else ():
             if p.frozen:

@@ -39,6 +39,7 @@ def stretched(
             raise UsageError("factor is not for type: theta; leave it out")
         return replace(spec, rope=replace(rope, theta=float(theta or 0)))
     positions = trained or (rope.original_positions if rope.scaling in ("llama3", "yarn") else spec.max_positions)
+    # Shorter documents need no stretch, and a factor below 1 would squeeze the angles.
     factor = max(1.0, max_len / positions) if factor is None else factor
     if kind == "dynamic":
         width = spec.rotary_width
@@ -68,6 +69,7 @@ def beyond(spec: ModelSpec, max_len: int) -> str | None:
     rope = spec.rope
     if rope is None or max_len <= spec.max_positions:
         return None
+    # These two name the positions that they stretch, which max_positions has grown from.
     reach = rope.factor * rope.original_positions if rope.scaling in ("llama3", "yarn") else rope.factor * spec.max_positions
     if rope.scaling and reach >= max_len:
         return None

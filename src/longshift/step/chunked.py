@@ -45,6 +45,7 @@ class ChunkedPacks(Runner):
         self.loaded: dict[int, ChunkedPack] = {}
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
+        # Steps repeat the cuts of their packs, so the lists of the last few are kept.
         compute_bytes = self.precision.compute.itemsize
 
         @lru_cache(maxsize=8)
@@ -150,6 +151,7 @@ class ChunkPlayer:
 
     def _play(self, event: Event) -> None:
         """Play one event. What it reads is waited for."""
+        # Only these read buffers; a store or a free takes what is there.
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
@@ -207,6 +209,7 @@ class ChunkPlayer:
         """Queries, keys and values of chunk c, with their graph where a backward follows."""
         c = event.chunk
         micro = self.pack.rotated(c, self.unit)
+        # Where this event does not exchange tokens for heads, `to_heads` does after it.
         is_exchanged_later = ("qkv", c) in event.writes
 
         def project(x: Tensor) -> tuple[Tensor, ...]:

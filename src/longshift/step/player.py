@@ -164,6 +164,7 @@ class Player(OperationPlayer):
     def _runner(self, layout: Layout) -> Runner:
         """What plays a layout: packs whole, or in chunks."""
         copies = self.copies_of[layout]
+        # Chunks wait in a tier, be it the device; whole packs where they are offloaded.
         tier = None
         if layout.chunk or layout.offload != "device":
             tier = tier_of(layout.offload, self.world.device, Path(self.stream.folder), self.stream.checked)
@@ -298,6 +299,7 @@ class Player(OperationPlayer):
 
     def _update(self, op: Op) -> None:
         """Update home, or a unit of it, and remember what that leaves to the next step."""
+        # Early updates stand if the norm does not clip; else their units are updated again.
         is_early = op.part == "early"
         if is_early:
             self.early.add(op.unit)
@@ -318,6 +320,7 @@ class Player(OperationPlayer):
         """Add times and bytes of a finished transfer to its visit. A device may be behind the host."""
         transfer = self._transfers.pop((op.visit, way))
         visit = self.visited[op.visit]
+        # `now` waits for the device: what the switch has queued there is exposed too.
         queued_s = time.perf_counter()
         visit.exposed_s += transfer.exposed_s + self.world.now() - queued_s
         visit.hidden_s += transfer.under_way_s

@@ -252,6 +252,7 @@ def loss_of_rows(
     """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on
     them."""
     rows, labels = _rows(head, x_TD, micro, number)
+    # Events of a chunked pack are played without gradients.
     with torch.enable_grad():
         x = x_TD[rows].detach().requires_grad_()
         loss = head.loss(x, labels, ops)

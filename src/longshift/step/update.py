@@ -80,6 +80,7 @@ def score(documents: Sequence[Document], player: Player) -> float:
 
 def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared_norm: float) -> Outcome:
     """Clip by the global norm and update home, or leave it where float16 has overflowed. Units on disk follow."""
+    # A step without target tokens has no loss, and its gradients are zero.
     loss = loss_sum / max(1, batch.target_tokens)
     norm = squared_norm**0.5 / scale
     is_finite = math.isfinite(norm) and math.isfinite(loss)
