@@ -22,10 +22,10 @@ from pathlib import Path
 
 from common import publish
 
-from longshift.explained import shape_of
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.families import preset
+from longshift.step_report import shape_of
 from longshift.weigh.needs import most, needs
 
 ROOMY, TIGHT = 1.10, 0.95

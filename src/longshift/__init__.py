@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from longshift.config import Config
     from longshift.config_file import load_config
     from longshift.errors import LongshiftError
-    from longshift.explained import Explanation
     from longshift.layout.layout import Layout
+    from longshift.step_report import Explanation
     from longshift.switch.links import Links
     from longshift.switch.placed import placed
     from longshift.switch.plan import switch_plan
@@ -75,7 +75,7 @@ _FROM = {
     "longshift.config": ("Config",),
     "longshift.config_file": ("load_config",),
     "longshift.errors": ("LongshiftError",),
-    "longshift.explained": ("Explanation",),
+    "longshift.step_report": ("Explanation",),
     "longshift.layout.layout": ("Layout",),
     "longshift.switch.links": ("Links",),
     "longshift.switch.placed": ("placed",),

@@ -54,8 +54,8 @@ from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
     from longshift.documents.tokens import TokenCache
-    from longshift.explained import Explanation
     from longshift.reports.read import RunReport
+    from longshift.step_report import Explanation
     from longshift.trainer.auto_plan import Planned
 
 Say = Callable[[str], None]
@@ -137,7 +137,7 @@ def explain(config: Config | str | Path, *overrides: str, per_node: int | None =
     """What a step inserts, prunes, moves and needs, for each stage of the run, one where it has no stages. `per_node`: ranks on each
     machine, all where not given. Raises LongshiftError."""
     run = with_choices(_read(config, overrides), say)
-    from longshift.explained import explain as explain_part
+    from longshift.step_report import explain as explain_part
 
     ranks = per_node or run.world
     # Seconds of a switch are said only where the links of these machines were measured.

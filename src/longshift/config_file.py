@@ -16,7 +16,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.layout.old_words import with_current_words
 from longshift.old_keys import hint, translate
 from longshift.other_tools import key_hint
-from longshift.written import MAX_BYTES, not_text, read_yaml
+from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
 SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is

@@ -6,11 +6,11 @@ from typing import Any
 
 from longshift.cluster.cluster import Cluster
 from longshift.config import Config
-from longshift.explained import shape_of
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
 from longshift.simulate.cost import Cost, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
+from longshift.step_report import shape_of
 from longshift.weigh.needs import StepShape
 
 

@@ -33,13 +33,13 @@ from longshift.config_file import load_config, parse_config
 from longshift.dist.memory import lacks_memory
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import PeerError, UsageError
-from longshift.explained import shape_of
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.manifest import render, sealed
 from longshift.state.moments import DTYPES
+from longshift.step_report import shape_of
 from longshift.trainer import loop
 from longshift.trainer.display import Display
 from longshift.trainer.interrupt import ENDING, Interrupt

@@ -24,8 +24,8 @@ from longshift.config_file import parse_config
 from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import OutOfMemoryError
-from longshift.explained import shape_of
 from longshift.spec.formats import EIGHT_BITS
+from longshift.step_report import shape_of
 from longshift.trainer import admission
 from longshift.trainer.admission import admit
 from longshift.trainer.build_run import build_state

@@ -23,7 +23,7 @@ THINKING = (
         "background",
         "temporary",
         "files",
-        "written",
+        "yaml_reader",
         "other_tools",
         "spec",
         "cluster",
@@ -36,12 +36,12 @@ THINKING = (
     *("config_parts", "config", "old_keys", "config_file", "starter"),
 )
 DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "command_results")
-DOING += ("explained", "forecast", "trainer", "profile", "reports", "api")
+DOING += ("step_report", "forecast", "trainer", "profile", "reports", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 
 NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
-OUTSIDE = {"written": {"yaml"}, "config": {"pydantic", "typing_extensions", "yaml"}}
+OUTSIDE = {"yaml_reader": {"yaml"}, "config": {"pydantic", "typing_extensions", "yaml"}}
 OUTSIDE |= {key: {"pydantic"} for key in ("config_parts", "config_file", "starter")}
 LAZY = {"longshift.api", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
 ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.dist.ranks"}

@@ -10,10 +10,10 @@ from longshift.cluster.named import cluster
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
-from longshift.explained import explain, itinerary
 from longshift.layout.layout import Layout
 from longshift.spec.families import preset
 from longshift.spec.formats import EIGHT_BITS
+from longshift.step_report import explain, itinerary
 from longshift.switch.traffic import traffic
 from longshift.weigh.needs import Need
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longshift.config_file import load_config, parse_config
 from longshift.errors import UsageError
-from longshift.written import MAX_BYTES, MAX_DEPTH, read_yaml
+from longshift.yaml_reader import MAX_BYTES, MAX_DEPTH, read_yaml
 
 GOOD = """\
 model: {preset: tiny-llama}

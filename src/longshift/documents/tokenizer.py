@@ -18,7 +18,7 @@ from longshift.documents.template import CONFIGS, read_json
 from longshift.documents.trial import why_not
 from longshift.errors import DataError, shown
 from longshift.files import publish
-from longshift.written import not_text
+from longshift.yaml_reader import not_text
 
 END_OF_TEXT = "<|endoftext|>"
 

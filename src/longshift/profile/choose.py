@@ -14,7 +14,6 @@ from longshift.cluster.host import CACHE
 from longshift.config import Config
 from longshift.dist.world import launched
 from longshift.errors import UsageError
-from longshift.explained import shape_of
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.legal import least_chunk
 from longshift.planner.activations import choose as choose_activations
@@ -24,6 +23,7 @@ from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
+from longshift.step_report import shape_of
 from longshift.weigh.many_chunks import full_pack
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.groups import Edge

@@ -9,8 +9,8 @@ from longshift.cluster.host import has_gpu
 from longshift.command_results import CommandResult
 from longshift.config import Config
 from longshift.errors import UsageError
-from longshift.explained import explain
 from longshift.files import read_json_object
+from longshift.step_report import explain
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.plan_file import read as read_plan
 from longshift.trainer.run_folder import RunFolder, read_config

@@ -14,8 +14,8 @@ from longshift.config import Config
 from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
-from longshift.explained import shape_of
 from longshift.layout.home_tiers import HomeTiers
+from longshift.step_report import shape_of
 from longshift.weigh.held_home import saved_bytes
 from longshift.weigh.needs import Need, StepShape, most, needs
 from longshift.weigh.recorder import Transport

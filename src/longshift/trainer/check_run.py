@@ -34,7 +34,6 @@ from longshift.dist.world import World
 from longshift.documents.batch import Batches, Document, StepBatch
 from longshift.documents.tokens import TokenCache
 from longshift.errors import OutOfMemoryError
-from longshift.explained import shape_of
 from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
@@ -44,6 +43,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
+from longshift.step_report import shape_of
 from longshift.trainer.build_run import build_player, build_state, initial, open_data
 from longshift.trainer.check import Case, Comparison, Reference
 from longshift.trainer.corpus import open_corpus

@@ -30,7 +30,7 @@ INSERTED = {  # by communicator, what a layout adds to a model
 MAX_NAMES = 4  # of what is alive at a peak
 
 
-class Explained(CommandResult):
+class LayoutExplanation(CommandResult):
     """One group of lengths. `upto`: its longest document, `pack`: the capacity of its packs, in tokens. `weights` and `gradients` say how
     copies come and sums go; the traffic is that of a switch, None where fused collectives do it; `pruned` what is not done because it is
     done. `need`: of the rank that needs most memory in a step of this group alone; for one full pack `sent`: bytes out of that rank, by
@@ -58,7 +58,7 @@ class Explanation(CommandResult):
     home: str
     home_in: str
     links: Links
-    groups: tuple[Explained, ...]
+    groups: tuple[LayoutExplanation, ...]
     need: Need
     optimizer: str
     early: bool = False
@@ -98,7 +98,7 @@ class Explanation(CommandResult):
             lines.append(self.matmuls)
         return "\n".join([*lines, *_need_lines(self.need)])
 
-    def _group_lines(self, number: int, group: Explained) -> Iterator[str]:
+    def _group_lines(self, number: int, group: LayoutExplanation) -> Iterator[str]:
         """What a layout inserts, prunes, moves and needs."""
         packs = f", in packs of up to {format_size(group.pack)}" if group.pack != group.upto else ""
         yield f"{number}. documents of up to {format_size(group.upto)} tokens{packs}: {group.layout}"
@@ -180,20 +180,21 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         # 2. What the rank that needs most memory needs and sends.
         need = most(needs(shape, [edge], transport, not gpus))
         pack = shape.of_one_pack(edge, need.rank, transport, not gpus)
-        explained = Explained(
-            layout=str(edge.use),
-            upto=edge.upto,
-            pack=edge.pack,
-            weights=weights,
-            weights_traffic=weights_traffic,
-            sent=pack.sent,
-            moved=pack.moved,
-            gradients=gradients,
-            gradients_traffic=gradients_traffic,
-            pruned=tuple(pruned),
-            need=need,
+        groups.append(
+            LayoutExplanation(
+                layout=str(edge.use),
+                upto=edge.upto,
+                pack=edge.pack,
+                weights=weights,
+                weights_traffic=weights_traffic,
+                sent=pack.sent,
+                moved=pack.moved,
+                gradients=gradients,
+                gradients_traffic=gradients_traffic,
+                pruned=tuple(pruned),
+                need=need,
+            )
         )
-        groups.append(explained)
     step_need = most(needs(shape, edges, transport, not gpus)) if len(edges) > 1 else groups[0].need
     return Explanation(
         home=str(itinerary.home),
