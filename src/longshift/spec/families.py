@@ -228,10 +228,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
             "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
         }
         extras |= _caps(read, family.caps) if family.caps else {"window_rope": _window_rope(read)}
-    activation_key, activation = "hidden_act", "silu"
-    if family.gemma:
         read.known.add("hidden_act")  # `hidden_activation` counts
-        activation_key, activation = "hidden_activation", "gelu_pytorch_tanh"
     _check_scale(read, head_width)
     window, full_blocks = _window(read, family, layers)
     return {
@@ -245,7 +242,9 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "max_positions": read.size("max_position_embeddings"),
         "tied": read.flag("tie_word_embeddings", family.tied),
         "norm_eps": read.number("rms_norm_eps", family.norm_eps),
-        "activation": read.activation(activation_key, activation),
+        "activation": (
+            read.activation("hidden_activation", "gelu_pytorch_tanh") if family.gemma else read.activation("hidden_act", "silu")
+        ),
         "qkv_bias": attention_bias or family.always.get("qkv_bias", False),
         "out_bias": attention_bias,
         "mlp_bias": biases.get("mlp_bias", False),
