@@ -38,7 +38,7 @@ from longshift.command_results import (
     MemoryCheck,
 )
 from longshift.config import Config
-from longshift.config_file import load_config
+from longshift.config_file import load_config, parse_config
 from longshift.errors import LongshiftError, UsageError
 from longshift.files import temporary_folder, written
 from longshift.layout import legal
@@ -49,7 +49,7 @@ from longshift.terminal import say, silent
 from longshift.trainer.metrics import MetricsLog, StepMetrics
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
-from longshift.trainer.trackers import Trackers, open_tracker
+from longshift.trainer.trackers import Trackers, open_trackers
 from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
@@ -57,11 +57,14 @@ if TYPE_CHECKING:
     from longshift.reports.read import RunReport
     from longshift.step_report import Explanation
     from longshift.trainer.auto_plan import Planned
+    from longshift.trainer.step_callback import OnStep
 
 Say = Callable[[str], None]
 
 
-def train(config: Config | str | Path, *overrides: str, resume: bool = False, crowded: bool = False) -> Iterator[StepMetrics]:
+def train(
+    config: Config | str | Path, *overrides: str, resume: bool = False, crowded: bool = False, on_step: "OnStep | str | None" = None
+) -> Iterator[StepMetrics]:
     """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each step's metrics; checkpoints and the run
     folder are looked after.
 
@@ -70,8 +73,13 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False, cr
 
     `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for the overrides, and what the file has
     otherwise is told on standard error; a Config is meant as it is, and what it changes is told. `crowded`: start more ranks than this
-    machine's cores and memory are made for. Raises LongshiftError."""
+    machine's cores and memory are made for. `on_step`: what `train.on_step` is in a config, or, where this process trains alone, the
+    function itself (docs/extending.md). Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
+
+    if isinstance(on_step, str):
+        config, overrides = _with_callback(config, overrides, on_step)
+        on_step = None
 
     tell = say if own_rank() == 0 else silent
     run = _read(config, overrides)
@@ -79,10 +87,12 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False, cr
         named(run, tell)
     elif resume:
         run = going_on(run, Path(str(config)), overrides, tell)
+    if on_step is not None and (isinstance(run.layout, AutoLayout) or run.world > 1):
+        raise UsageError("on_step is a function of this process, and others train: put it into a module, as in on_step='my_module:watch'")
     if not isinstance(run.layout, AutoLayout):
         run = with_choices(run, tell)
         if run.world == 1 or launched():
-            yield from run_rank(run, prepare(run, resume, own_rank(), alone=not launched()), resume)
+            yield from run_rank(run, prepare(run, resume, own_rank(), alone=not launched()), resume, on_step=on_step)
             return
     yield from _run_workers(run, resume, crowded)
 
@@ -241,6 +251,14 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
     return config
 
 
+def _with_callback(config: Config | str | Path, overrides: Sequence[str], on_step: str) -> "tuple[Config | str | Path, tuple[str, ...]]":
+    """The arguments of `train` with `train.on_step`."""
+    override = f"train.on_step={json.dumps(on_step)}"
+    if isinstance(config, Config):
+        return parse_config(config.to_yaml(), [override]), tuple(overrides)
+    return config, (*overrides, override)
+
+
 def check_layouts(config: Config, world: int | None) -> None:
     """Raises UsageError where a layout of the config is not possible, with `world` ranks where that is given."""
     for edge in config.edges:
@@ -290,18 +308,17 @@ def run_rank(
     stop: Callable[[], bool] = lambda: False,
     trace: Path | None = None,
     tell: Say = silent,
+    on_step: "OnStep | None" = None,
 ) -> Iterator[StepMetrics]:
     """The part of a run that this process does, as the rank that the environment says it is. Rank 0 keeps the metrics.
-    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`, `tell`: see `loop.train`."""
+    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`, `tell`, `on_step`: see
+    `loop.train`."""
     from longshift.dist.world import own_rank
     from longshift.trainer import loop
 
     log = MetricsLog(folder.metrics)
     names = config.save.trackers if own_rank() == 0 else ()
-    trackers = Trackers(
-        {name: open_tracker(name, folder.path, config.save.project) for name in names},
-        config.model_dump(mode="json"),
-    )
+    trackers = Trackers(open_trackers(names, folder.path, config.save.project), config.model_dump(mode="json"))
     ok = False
 
     def record(step: StepMetrics) -> None:
@@ -309,7 +326,7 @@ def run_rank(
         trackers.write(step)
 
     try:
-        yield from loop.train(config, folder.path, resume, stop, trace, record, tell)
+        yield from loop.train(config, folder.path, resume, stop, trace, record, tell, on_step)
         ok = True
     except GeneratorExit:  # the caller leaves
         ok = True

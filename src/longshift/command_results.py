@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from longshift.errors import shown
 from longshift.layout.layout import format_size
 from longshift.workload.lengths import Bin, CapLoss
 
@@ -400,9 +401,10 @@ class CalibrationResult(CommandResult):
 
 class RunSummary(CommandResult):
     """Where a run is after its last step, and the commands that go on from there. `early`: whether validation ended it; `first_loss`,
-    `last_loss`: of its steps, in nats, None where that is not finite; of the lowest validation, its step and loss."""
+    `last_loss`: of its steps, in nats, None where that is not finite; of the lowest validation, its step and loss; `stopped`: why the
+    function of `train.on_step` ended it."""
 
-    OPTIONAL = ("best_step", "best_loss")
+    OPTIONAL = ("best_step", "best_loss", "stopped")
 
     run: Path
     shown: str
@@ -416,10 +418,13 @@ class RunSummary(CommandResult):
     resume: str
     best_step: int | None = None
     best_loss: float | None = None
+    stopped: str | None = None
 
     def parts(self) -> Iterator[RenderableType]:
         """Lines under names, as the header has them."""
         status = "ended early, for validation becomes no better," if self.early else "finished" if self.finished else "stopped"
+        if self.stopped is not None:
+            status = f"ended by train.on_step ({shown(self.stopped)})"
         # A loss that was not finite is None in JSON, which has no word for it.
         first_loss, last_loss = (math.nan if loss is None else loss for loss in (self.first_loss, self.last_loss))
         yield f"run     {self.shown}: {status} at step {self.steps} of {self.planned_steps}, loss {first_loss:.3f} -> {last_loss:.3f}"

@@ -13,7 +13,7 @@ import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Required
+from typing import Annotated, Any, Required
 
 import yaml
 from pydantic import (
@@ -36,6 +36,7 @@ from longshift.config_parts import (
     LongestDocument,
     ModelConfig,
     Number,
+    ObjectText,
     PathText,
     Rate,
     RopeConfig,
@@ -44,7 +45,7 @@ from longshift.config_parts import (
     Size,
     TrainSources,
 )
-from longshift.errors import UsageError
+from longshift.errors import UsageError, did_you_mean, shown
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
 from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
@@ -54,6 +55,7 @@ from longshift.spec.model import ModelSpec
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.spec.stretch import stretched
 from longshift.switch.options import SwitchOptions
+from longshift.user_code import is_object, split_object
 from longshift.workload import waits
 from longshift.workload.groups import Edge, home_layout
 from longshift.workload.lengths import Overlong
@@ -130,6 +132,9 @@ class TrainConfig(Section):
     timeout: Seconds | None = Field(
         None, description="seconds after which a collective fails because a rank does not answer; derived from the longest document"
     )
+    on_step: ObjectText | None = Field(
+        None, description="a function of yours, as in my_module:watch, that rank 0 calls after each step (docs/extending.md)"
+    )
     stall_timeout: Seconds = Field(60.0, description="seconds that a local rank may be stopped (SIGSTOP) before the run ends")
 
     @model_validator(mode="before")
@@ -165,7 +170,20 @@ class TrainConfig(Section):
         return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, 0.9 if self.momentum is None else self.momentum)
 
 
-TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+TRACKER_NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+def _check_tracker(value: str) -> str:
+    if is_object(value):
+        split_object(value)
+    elif value not in TRACKER_NAMES:
+        known = ", ".join(TRACKER_NAMES)
+        hint = did_you_mean(value, TRACKER_NAMES, otherwise="") or "; a class of yours is named as in my_module:MyTracker"
+        raise ValueError(f"{shown(value)} is not one of {known}{hint}")
+    return value
+
+
+TrackerText = Annotated[str, AfterValidator(_check_tracker)]
 
 
 class SaveConfig(Section):
@@ -174,7 +192,11 @@ class SaveConfig(Section):
     dir: PathText = Field(description="the run folder: config, metrics, checkpoints")
     every: Size = Field(100, description="steps between checkpoints; the last step has one, too")
     keep: Size = Field(3, description="how many of the newest checkpoints stay")
-    trackers: tuple[TrackerName, ...] = Field((), description="where the rows of metrics.jsonl go, too")
+    trackers: tuple[TrackerText, ...] = Field(
+        (),
+        description="where the rows of metrics.jsonl go, too: tensorboard, wandb, trackio, mlflow, or a class of yours, as in "
+        "my_module:MyTracker (docs/extending.md)",
+    )
     project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
         "longshift", description="the run's project at the trackers"
     )
@@ -186,7 +208,7 @@ class SaveConfig(Section):
 
     @field_validator("trackers")
     @classmethod
-    def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
 
 

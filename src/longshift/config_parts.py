@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,6 +26,7 @@ from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import preset, read_spec
 from longshift.spec.model import ModelSpec
 from longshift.spec.stretch import Stretch
+from longshift.user_code import split_object
 from longshift.workload.groups import Edge, parse_edges
 from longshift.workload.lengths import Overlong
 
@@ -62,6 +64,11 @@ def _absolute(value: object) -> object:
     return absolute(value) if isinstance(value, str) and value else value
 
 
+def _object_text(value: str) -> str:
+    split_object(value)
+    return value
+
+
 def _number(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"a number is needed, and YAML reads this as {str(value).lower()}")
@@ -88,6 +95,7 @@ Seconds = Annotated[Number, Field(gt=0, le=1e7)]  # four months; clocks of colle
 Rate = Annotated[Number, Field(le=1e6)]  # a step by more leaves fp32
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_SIZE, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
+ObjectText = Annotated[str, AfterValidator(_object_text)]  # see `user_code`
 HomeAt = Annotated[HomeTiers, PlainValidator(_parse_home), PlainSerializer(HomeTiers.to_json)]
 Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(layout_out)]
 
@@ -207,6 +215,9 @@ class Source(Section):
 
     path: PathText | None = Field(default=None, description="a file, a folder or a pattern such as books/*.txt")
     corpus: Literal["python"] | None = Field(default=None, description="python: the sources of the installed standard library")
+    python: ObjectText | None = Field(
+        default=None, description="a function of yours that returns documents, as in my_module:documents (docs/extending.md)"
+    )
     format: Annotated[DocumentFormat, PlainValidator(DocumentFormat.parse), PlainSerializer(DocumentFormat.to_json)] = Field(
         default=DocumentFormat(),
         description="what makes a document: text, messages, or fields, as in {text: body} or {prompt: question, completion: answer}",
@@ -217,15 +228,28 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Source":
-        if (self.path is None) == (self.corpus is None):
-            raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet} or {corpus: python}")
-        if self.corpus is not None and self.format != DocumentFormat():
-            raise ValueError("format is of files that path names: leave it out for a corpus")
-        if self.learn != "assistant" and not self.format.is_masked:
+        if [self.path, self.corpus, self.python].count(None) != 2:
+            raise ValueError(
+                "name exactly one of path, corpus and python, as in {path: books/*.parquet}, {corpus: python} or "
+                "{python: my_module:documents}"
+            )
+        if self.path is None and self.format != DocumentFormat():
+            raise ValueError("format is of files that path names: leave it out for a corpus, and for a function")
+        if self.learn != "assistant" and not self.may_be_masked:
             raise ValueError("learn is for messages, or prompt and completion; every token of a text is learned")
         if self.learn == "last" and self.format.kind == "prompt":
             raise ValueError("learn: last is for messages; of prompt and completion, the completion is learned")
         return self
+
+    @property
+    def name(self) -> str:
+        """What a person calls it by."""
+        return self.path or self.python or self.corpus or ""
+
+    @property
+    def may_be_masked(self) -> bool:
+        """Whether some tokens may be no targets: what a function returns is known when it is called."""
+        return self.format.is_masked or self.python is not None
 
 
 class TrainSource(Source):

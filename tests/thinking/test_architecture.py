@@ -23,6 +23,7 @@ THINKING = (
         "background",
         "temporary",
         "files",
+        "user_code",
         "yaml_reader",
         "other_tools",
         "spec",

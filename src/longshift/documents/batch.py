@@ -135,8 +135,7 @@ class Batches:
         tokens = np.bincount(source_of_span, weights=span_tokens, minlength=len(sources))
         for source, count in zip(sources, documents):
             if not count:
-                name = source.path or source.corpus
-                raise DataError(f"data.train: {name} gives no document, so it cannot be mixed with others")
+                raise DataError(f"data.train: {source.name} gives no document, so it cannot be mixed with others")
         shares = shares_of(
             tokens=tokens.astype(int).tolist(),
             documents=documents.tolist(),

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from longshift.errors import DataError
 
-Format = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "dataset", "python"]
+Format = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "dataset", "python", "function"]
 
 UTF8_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, pa.ArrowException)  # what damaged files raise

@@ -1,4 +1,4 @@
-"""Files to documents: records of many formats, plain texts, and the standard library's own sources.
+"""Files to documents: records of many formats, plain texts, the standard library's own sources, and what a person's function returns.
 
 A text is exactly what the file holds: nothing is stripped, joined or normalized but a byte order mark. What cannot be read
 stops with a DataError that names the file and its place. Records may hold conversations, or prompts and completions, of which a part is
@@ -17,11 +17,13 @@ from pathlib import Path
 from longshift.config_parts import Learn, Source
 from longshift.documents.chat import OPTIONAL, BadRecord, completed, conversation
 from longshift.documents.file_kind import HEAD_BYTES, UNREADABLE, UTF8_MARK, Format, begins_with_record, format_of, open_unpacked
+from longshift.documents.function_reader import KEY, TokenIds, read_items
 from longshift.documents.record_notes import RecordNotes
 from longshift.documents.record_reader import Fields, Record, read_records
 from longshift.documents.template import Span
 from longshift.documents.template_process import TemplateProcess
 from longshift.errors import DataError, nearest
+from longshift.user_code import source_digest
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -32,10 +34,11 @@ _BLOCK_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class File:
-    """What a source reads as one piece: a file, or a folder of `datasets`.
+    """What a source reads as one piece: a file, a folder of `datasets`, or what a function returns.
 
+    `path`: of a function, "module:name"; then `digest` is of its module's source file, whole.
     `fields`: of a record, what makes a document: a text, messages, or a prompt and a completion.
-    `learn`: what of it is learned, None for a text.
+    `learn`: what of it is learned, None for a text; of a function, what is learned of its conversations.
     `size_bytes`, `mtime_ns`, `digest` (SHA-256 of its first, last and some more blocks) tell whether it has changed.
     """
 
@@ -73,6 +76,8 @@ def files(source: Source) -> tuple[File, ...]:
     Raises DataError when there are none, naming what does exist. Raises it, too, for a match that is neither a file nor a folder on
     the way to one: nothing is left out silently.
     """
+    if source.python is not None:
+        return (_function(source.python, source.learn),)
     if source.path is None:
         return tuple(_file(path, "python", (), None) for path in _library())
 
@@ -94,7 +99,7 @@ def files(source: Source) -> tuple[File, ...]:
     return tuple(_file(path, format_of(path, bool(fields)), fields or ("text",), learn) for path in paths)
 
 
-def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None) -> Iterator[Text | Skipped]:
+def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None) -> Iterator[Text | TokenIds | Skipped]:
     """The documents of a file, in its order; `template` is for conversations.
 
     Counts in `notes` what no token shows. Raises DataError at the first document that is bad: nothing after it is read.
@@ -105,6 +110,8 @@ def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes
             yield from _read_text(file, notes)
         elif file.format == "python":
             yield from _read_python(file)
+        elif file.format == "function":
+            yield from _read_function(file, template, notes)
         else:
             fields = Fields(file.fields, OPTIONAL if file.learn else (), nested=file.learn is not None)
             for record in read_records(file.path, file.format, fields):
@@ -116,6 +123,8 @@ def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes
 
 def unchanged(file: File) -> bool:
     """Whether a file still has the size, time and blocks that it had when it was listed."""
+    if file.format == "function":
+        return file.learn is not None and _function(file.path, file.learn) == file
     return os.path.exists(file.path) and _file(file.path, file.format, file.fields, file.learn) == file
 
 
@@ -156,6 +165,13 @@ def _file(path: str, form: Format, fields: tuple[str, ...], learn: Learn | None)
         mtime_ns=max(stat.st_mtime_ns for stat in stats),
         digest=digest.hexdigest(),
     )
+
+
+def _function(text: str, learn: Learn) -> File:
+    """A function that returns documents, with what tells whether its module has changed. Raises UsageError where there is none."""
+    source, digest = source_digest(text, KEY)
+    stat = source.stat()
+    return File(text, "function", (), learn, stat.st_size, stat.st_mtime_ns, digest)
 
 
 def _add_blocks(digest: "hashlib._Hash", path: Path, size: int) -> None:
@@ -242,6 +258,19 @@ def _read_python(file: File) -> Iterator[Text | Skipped]:
         yield Text(data.decode(), file.path) if data else Skipped(file.path, "empty")
     except UnicodeDecodeError:
         yield Skipped(file.path, "not UTF-8")
+
+
+def _read_function(file: File, template: TemplateProcess | None, notes: RecordNotes) -> Iterator[Text | TokenIds]:
+    for item in read_items(file.path, file.digest):
+        if isinstance(item, TokenIds):
+            yield item
+            continue
+        notes.add_unread(item.unread)
+        is_chat = "messages" in item.fields
+        if is_chat and template is None:
+            raise DataError(f"{item.where}: messages need a chat template, and none comes with the tokenizer; write data.template: FILE")
+        document = replace(file, fields=("messages",)) if is_chat else replace(file, fields=("text",), learn=None)
+        yield _document(document, item, template, notes)
 
 
 def _text(value: object, where: str, field: str, byte: str = "") -> Text:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import platform
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from longshift.config_parts import Source
+from longshift.documents.function_reader import TokenIds
 from longshift.documents.record_notes import RecordNotes
 from longshift.documents.sources import File, Skipped, Text, files, read, unchanged
 from longshift.documents.template import ChatTemplate, read_template
@@ -151,7 +152,7 @@ class TokenCache:
             return f"{file.path}, row {index}"
 
         # Editors count lines from 1. A text or a Python file is one document: it has no number.
-        units = {"jsonl": "line", "json": "entry", "csv": "record", "tsv": "record"}
+        units = {"jsonl": "line", "json": "entry", "csv": "record", "tsv": "record", "function": "item"}
         return f"{file.path}, {units[file.format]} {index + 1}" if file.format in units else file.path
 
 
@@ -193,20 +194,20 @@ def build(
 
 def _template(sources: Sequence[Source], tokenizer: Tokenizer, path: Path | None) -> ChatTemplate | None:
     """The chat template where a source needs one, or may need it. `path`: its file, None for the tokenizer's own."""
-    if not any(source.format.is_masked for source in sources):
+    if not any(source.may_be_masked for source in sources):
         return None
     try:
         return read_template(path, tokenizer.file, tokenizer.special)
     except DataError:
         if path is None and all(source.format.kind != "messages" for source in sources):
-            return None  # prompts and completions may be plain text
+            return None  # prompts and completions may be plain text, and a function may return no conversation
         raise
 
 
 def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatTemplate | None, folder: Path, progress: Progress) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
     empty_tokens = len(tokenizer.encode([""])[0])
-    has_mask = any(file.learn for _, file in inputs)
+    may_have_mask = any(file.learn for _, file in inputs)
     num_sources = 1 + max(source for source, _ in inputs)
 
     # 1. Tokens and masks of all documents. A document's first token is no target.
@@ -215,36 +216,39 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     skipped: list[tuple[str, str]] = []
     source_learned = np.zeros(num_sources, np.int64)
     source_targets = np.zeros(num_sources, np.int64)
+    masked_sources = set[int]()
     template_context = TemplateProcess(chat) if chat else nullcontext()
     with open(folder / "tokens.bin", "wb") as token_file, open(folder / MASK, "wb") as mask_file, template_context as template:
         notes = [RecordNotes(template) for _ in range(num_sources)]
         for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
-            encoded = _encoded(tokenizer, [text for _, text in batch])
-            for (file_index, text), (ids, mask) in zip(batch, encoded):
-                if len(ids) == empty_tokens:
-                    raise DataError(f"{text.where}: the tokenizer finds no token in this text of {len(text.text)} characters")
+            encoded = _encoded(tokenizer, [document for _, document in batch])
+            for (file_index, document), (ids, mask) in zip(batch, encoded):
+                source, _ = inputs[file_index]
+                if isinstance(document, Text) and len(ids) == empty_tokens:
+                    raise DataError(f"{document.where}: the tokenizer finds no token in this text of {_size(document)} characters")
                 token_file.write(np.array(ids, dtype).tobytes())
                 if mask is None:
                     mask = np.ones(len(ids), bool)
-                if has_mask:
+                else:
+                    masked_sources.add(source)
+                if may_have_mask:
                     mask_file.write(mask.astype("u1").tobytes())
                 lengths.append(len(ids))
                 file_documents[file_index] += 1
-                source, _ = inputs[file_index]
                 source_learned[source] += int(mask[1:].sum())
                 source_targets[source] += len(ids) - 1
 
     # 2. Checks that need all of them.
     if not lengths:
         raise DataError("the sources of data.train hold no document")
-    if has_mask:
-        _check_masks(inputs, source_learned, source_targets)
+    if masked_sources:
+        _check_masks(inputs, masked_sources, source_learned, source_targets)
     else:
         (folder / MASK).unlink()
 
     # 3. The manifest comes last: it has the hashes of the other files.
     np.array([0, *accumulate(lengths)], "<i8").tofile(folder / "offsets.bin")
-    names = [*FILES, MASK] if has_mask else FILES
+    names = [*FILES, MASK] if masked_sources else FILES
     body = {
         "format": _FORMAT,
         "dtype": dtype.str,
@@ -259,25 +263,44 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n")
 
 
-def _encoded(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], np.ndarray | None]]:
-    """Token ids of each text, in order, and which of them are targets; None for all."""
+def _size(document: Text | TokenIds) -> int:
+    """Characters of a text, or tokens."""
+    return len(document.text if isinstance(document, Text) else document.ids)
+
+
+def _encoded(tokenizer: Tokenizer, documents: Sequence[Text | TokenIds]) -> Iterator[tuple[Sequence[int], np.ndarray | None]]:
+    """Token ids of each document, in order, and which of them are targets; None for all. Raises DataError for an id that is no token."""
+    texts = [document for document in documents if isinstance(document, Text)]
     plain = iter(tokenizer.encode([text.text for text in texts if text.learned is None]))
     parts = iter(tokenizer.encode_learned([text for text in texts if text.learned is not None]))
-    for text in texts:
-        yield (next(plain), None) if text.learned is None else next(parts)
+    for document in documents:
+        if isinstance(document, TokenIds):
+            _check_ids(document, tokenizer)
+            yield document.ids.tolist(), document.learned
+        else:
+            yield (next(plain), None) if document.learned is None else next(parts)
 
 
-def _check_masks(inputs: Sequence[tuple[int, File]], learned: np.ndarray, targets: np.ndarray) -> None:
+def _check_ids(document: TokenIds, tokenizer: Tokenizer) -> None:
+    wrong = document.ids[(document.ids < 0) | (document.ids >= tokenizer.vocab)]
+    if len(wrong):
+        raise DataError(f"{document.where}: ids has {wrong[0]}, and tokens of {tokenizer.file} are 0 to {tokenizer.vocab - 1}")
+
+
+def _check_masks(inputs: Sequence[tuple[int, File]], masked: Set[int], learned: np.ndarray, targets: np.ndarray) -> None:
     """Raises DataError for a source of conversations of which nothing is learned, or everything.
 
-    `learned`, `targets`: of each source, tokens that are learned and those that could be.
+    `masked`: sources of which some documents say what is learned; `learned`, `targets`: of each source, tokens that are learned and those
+    that could be.
     """
     # Reversed, the first file of each source is the one that the dict keeps.
     for source, file in dict(reversed(inputs)).items():
         total = targets[source]
-        if file.learn and learned[source] == 0:
+        if source not in masked:
+            continue
+        if learned[source] == 0:
             raise DataError(f"{file.path}: not one of {total} tokens would be learned; look at them with longshift data CONFIG")
-        if file.learn in ("assistant", "last") and learned[source] == total:
+        if file.format != "function" and file.learn in ("assistant", "last") and learned[source] == total:
             raise DataError(
                 f"{file.path}: all {total} tokens would be learned, not only what the assistant says: the template marks everything; "
                 "to mean that, write learn: all"
@@ -305,7 +328,7 @@ def _texts(
     notes: Sequence[RecordNotes],
     skipped: list[tuple[str, str]],
     progress: Progress,
-) -> Iterator[tuple[int, Text]]:
+) -> Iterator[tuple[int, Text | TokenIds]]:
     """The documents of all files, each with the number of its file.
 
     Adds files that give none to `skipped`, and what of a source no token shows to its `notes`.
@@ -318,7 +341,7 @@ def _texts(
             if isinstance(item, Skipped):
                 skipped.append((item.where, item.why))
             else:
-                characters += len(item.text)
+                characters += _size(item)
                 yield file_index, item
 
             # Characters stand for bytes; templates write more of them than the file has.
@@ -329,13 +352,13 @@ def _texts(
         progress(finished_bytes, total_bytes)
 
 
-def _batches(texts: Iterable[tuple[int, Text]]) -> Iterator[list[tuple[int, Text]]]:
+def _batches(documents: Iterable[tuple[int, Text | TokenIds]]) -> Iterator[list[tuple[int, Text | TokenIds]]]:
     """Runs of documents that the tokenizer takes at once."""
     batch = []
     characters = 0
-    for file_index, text in texts:
-        batch.append((file_index, text))
-        characters += len(text.text)
+    for file_index, document in documents:
+        batch.append((file_index, document))
+        characters += _size(document)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch = []

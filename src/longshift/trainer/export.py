@@ -113,7 +113,7 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
     # 2. Tokens at which generation stops. A model that was trained on turns ends its own.
     template = _template(config, tokenizer)
     stops = [tokenizer.eos]
-    has_turns = any(part.format.is_masked for stage in trained for part in stage.data.train)
+    has_turns = any(part.may_be_masked for stage in trained for part in stage.data.train)
     if template is not None and has_turns:
         with TemplateProcess(template) as process:
             end = tokenizer.core.token_to_id(process.turn_end() or tokenizer.end)

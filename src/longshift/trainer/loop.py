@@ -3,7 +3,7 @@
     train               joins the other ranks; for each stage:
       trials.train_trials trains a few steps under each candidate layout, then under the best:
         train_stage         opens the stage and trains its steps
-          StageRun.train      one step: batch, update, metrics
+          StageRun.train      one step: batch, update, metrics, callback
           StageRun.save       a checkpoint, at once or in the background
 
 The loop trains and saves. What a person sees is its caller's.
@@ -19,7 +19,7 @@ import torch
 
 from longshift.config import Config
 from longshift.dist.cores import stay_near
-from longshift.dist.world import World, be_deterministic, own_device
+from longshift.dist.world import World, be_deterministic, own_device, own_rank
 from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import NonFiniteError
 from longshift.state.checkpoint import Checkpoint
@@ -43,6 +43,7 @@ from longshift.trainer.gather_metrics import (
 from longshift.trainer.metrics import StepMetrics, faults_of_rows
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, stages_of
+from longshift.trainer.step_callback import OnStep, StepCallback
 from longshift.trainer.step_trace import StepTrace
 from longshift.trainer.trials import train_trials
 from longshift.trainer.validated import Validator
@@ -52,7 +53,8 @@ NO_EARLY_UPDATES = "the disk has no room for second places of masters and moment
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all stages of a run share. `folder`: the run's; the callbacks are those of `train`."""
+    """What all stages of a run share. `folder`: the run's; `callback`: of `train.on_step`; the other
+    functions are those of `train`."""
 
     folder: Path
     world: World
@@ -60,6 +62,7 @@ class RunContext:
     stop: Callable[[], bool] = lambda: False
     record: Callable[[StepMetrics], None] = lambda metrics: None
     tell: Callable[[str], None] = lambda line: None
+    callback: StepCallback | None = None
 
 
 def train(
@@ -70,6 +73,7 @@ def train(
     trace: Path | None = None,
     record: Callable[[StepMetrics], None] = lambda metrics: None,
     tell: Callable[[str], None] = lambda line: None,
+    on_step: OnStep | None = None,
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is. Yields each step's metrics.
 
@@ -81,6 +85,7 @@ def train(
         run, and the step is not saved.
     `tell`: is called with the memory that is needed and available, before the first step under a
         layout.
+    `on_step`: of a run of one process, what `train.on_step` names in others (`trainer.step_callback`).
 
     Raises LongshiftError.
     """
@@ -88,6 +93,7 @@ def train(
         be_deterministic()
     stages = list(stages_of(config))
     timeout_s = max(stage.config.timeout_s(own_device().type) for stage in stages)
+    callback = StepCallback.of(config, own_rank(), on_step)
     world = World.from_environment(timeout_s)
     stay_near(world.device)
 
@@ -99,7 +105,7 @@ def train(
 
     last_step = _resumed_step(run, world) if resume else 0
     with StepTrace(trace, world) as step_trace:
-        context = RunContext(run, world, step_trace, stop, record, tell)
+        context = RunContext(run, world, step_trace, stop, record, tell, callback)
         for number, stage in enumerate(stages, 1):
             if last_step >= stage.end and stage is not stages[-1]:
                 continue
@@ -110,7 +116,7 @@ def train(
             for metrics in train_trials(stage.config, run, resume, world, train_with):
                 last_step = metrics.step
                 yield metrics
-            if last_step < stage.end:  # the run was stopped
+            if last_step < stage.end or (callback and callback.ends_run):  # the run was stopped
                 break
             resume = True  # the next stage continues from this one's checkpoint
 
@@ -149,7 +155,10 @@ def _train_with(
     resume: bool,
     max_steps: int | None,
 ) -> Iterator[StepMetrics]:
-    """Train a stage under the layout of `config`, which a trial may have chosen."""
+    """Train a stage under the layout of `config`, which a trial may have chosen. No step, if the
+    callback ended the run with a trial's last."""
+    if context.callback and context.callback.ends_run:
+        return iter(())
     run_config = config if is_only_stage else stage.run
     stage = replace(stage, config=config, run=run_config)
     return train_stage(stage, context, resume, max_steps)
@@ -160,7 +169,8 @@ def train_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int 
     with open_stage(stage, context, resume, max_steps) as stage_run:
         for step in stage_run.remaining_steps:
             metrics, status = stage_run.train(step)
-            is_ending = status.stop_requested or metrics.early
+            callback = context.callback
+            is_ending = status.stop_requested or metrics.early or (callback and callback.ends_run)
             try:
                 yield metrics
             except GeneratorExit:
@@ -174,6 +184,8 @@ def train_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int 
                 stage_run.save(step, metrics, is_last=is_ending or step == stage_run.last_step)
             elif not status.is_saving:
                 stage_run.saver.finish()
+            if callback:
+                callback.check(step)
             if is_ending:
                 return
 
@@ -306,6 +318,10 @@ class StageRun:
         if self.validator:
             metrics = self.validator.after(metrics, self.player)
 
+        # 6. Call the person's own function, which sees all of it.
+        if self.context.callback:
+            metrics = self.context.callback.after(metrics, world)
+
         if world.rank == 0:
             self.context.record(metrics)
         return metrics, status
@@ -326,7 +342,8 @@ class StageRun:
 
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint of this step is saved, though the run goes on."""
-        return step in (self.last_step, self.best_step) or step % self.config.save.every == 0
+        is_asked_for = self.context.callback is not None and self.context.callback.request.save
+        return is_asked_for or step in (self.last_step, self.best_step) or step % self.config.save.every == 0
 
     def save(self, step: int, metrics: StepMetrics, is_last: bool) -> None:
         """Save a checkpoint: at once if it is the last, else as the config says."""

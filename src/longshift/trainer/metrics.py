@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ class StepMetrics:
     its layout, in which memory is allocated; `home` where that is on disk. On rank 0, of a run with a calibrated plan, also what the clock
     said before the step: `predicted_seconds` and their `band`, a relative half-width. After a step that is followed by a validation:
     `valid_loss`, mean over all targets, `valid` of it by length, its seconds; `early` where the run ends because it has not become better.
+    Of a run with `train.on_step`: `logged`, numbers that the function adds, which are in the row by their own names, and `stopped`, why it
+    ends the run.
     """
 
     step: int
@@ -102,17 +104,23 @@ class StepMetrics:
     valid: tuple[ValidMetrics, ...] = ()
     valid_seconds: float | None = None
     early: bool = False
+    logged: Mapping[str, float] = field(default_factory=dict)
+    stopped: str | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON; a number that is not finite becomes null, and what is not known is left out."""
         known = {k: v for k, v in asdict(self).items() if v is not None and (k not in ("valid", "early") or v)}
+        known |= known.pop("logged")
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
         return json.dumps(row, allow_nan=False)
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> "StepMetrics":
         """The step of a row. Raises ValueError where it is none."""
-        return TypeAdapter(cls).validate_python({key: math.nan if value is None else value for key, value in row.items()})
+        values = {key: math.nan if value is None else value for key, value in row.items()}
+        own = {metric.name for metric in fields(cls)}
+        logged = {key: value for key, value in values.items() if key not in own and isinstance(value, int | float)}
+        return TypeAdapter(cls).validate_python({**values, "logged": logged})
 
 
 class MetricsLog:

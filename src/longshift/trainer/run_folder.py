@@ -42,6 +42,7 @@ from longshift.files import NO_ROOM, rewrite, written
 from longshift.spec.stretch import beyond, replaced_scaling
 from longshift.terminal import say
 from longshift.trainer.metrics import read_rows
+from longshift.trainer.step_callback import load_callback
 from longshift.trainer.trackers import expect
 
 # What killed processes leave.
@@ -125,9 +126,9 @@ def prepare(config: Config, resume: bool, rank: int = 0, alone: bool = True) -> 
     """Make the run folder, prove it writable, leave the resolved config in it. Every rank may do so: the outcome is the same, and rank 0's
     process holds the lock. `alone`: no other rank does it now; then what killed processes have left there is removed.
 
-    Raises UsageError when the package of a tracker is missing, the folder or stream.folder cannot be written, another process trains there,
-    it holds a run without `resume` being given, files that no run has written, or nothing to resume; OutOfMemoryError and CheckpointError
-    where the disk refuses."""
+    Raises UsageError when the package of a tracker or the function of train.on_step is missing, the folder or stream.folder cannot be
+    written, another process trains there, it holds a run without `resume` being given, files that no run has written, or nothing to resume;
+    OutOfMemoryError and CheckpointError where the disk refuses."""
     with written(f"the run folder {config.save.dir}"):
         return _prepared(config, resume, rank, alone)
 
@@ -136,6 +137,8 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
     folder = RunFolder(Path(config.save.dir))
     if rank == 0:
         expect(config.save.trackers)
+        if config.train.on_step is not None:
+            load_callback(config.train.on_step)  # what is wrong with it is said before the ranks start
     _prove_writable(folder.path, "the run folder", "save.dir", make=True)
     if config.stream.folder and (
         "disk" in config.home.at.named or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
@@ -266,8 +269,9 @@ def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
     rows = read_rows(folder.metrics)
     steps = max(rows[-1]["step"] if rows else 0, folder.steps_saved())  # after a loss of power there may be no row of the checkpoint
     is_early = bool(rows) and rows[-1].get("early", False)
-    is_finished = steps >= run.train.steps or is_early
-    can_be_longer = is_finished and not is_early and not run.train.stages
+    stopped = rows[-1].get("stopped") if rows else None
+    is_finished = steps >= run.train.steps or is_early or stopped is not None
+    can_be_longer = steps >= run.train.steps and not is_early and stopped is None and not run.train.stages
     losses = {row["step"]: row["valid_loss"] for row in rows if row.get("valid_loss") is not None}
     best_step = min(losses, key=losses.__getitem__, default=None)
     return RunSummary(
@@ -277,6 +281,7 @@ def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
         planned_steps=run.train.steps,
         finished=is_finished,
         early=is_early,
+        stopped=stopped,
         first_loss=rows[0]["loss"] if rows else None,
         last_loss=rows[-1]["loss"] if rows else None,
         export=folder.export_command,

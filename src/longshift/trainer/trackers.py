@@ -8,6 +8,8 @@
     trackio      into its own folder (TRACKIO_DIR), unless the environment names a Space (TRACKIO_SPACE_ID); `trackio show` shows it
     mlflow       where MLFLOW_TRACKING_URI says, else into `mlflow.db` in the current folder, for `mlflow ui`
 
+    my_module:MyTracker  a class of a person's own, of the protocol `Tracker`
+
 Rank 0 alone has them. A process that trains is one run of the tracker: a run that was resumed is there in parts, named by their first steps
 and grouped by the run's folder, for trackers do not take a step again that they have already. Needs no torch.
 """
@@ -22,20 +24,41 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
-from longshift.errors import UsageError
+from longshift.errors import UsageError, shown
 from longshift.terminal import say
 from longshift.trainer.metrics import StepMetrics
+from longshift.user_code import describe_error, is_object, load_object, printing_aside, split_object
 
-PLAIN = ("step", "groups", "layout", "valid", "resumed")  # of a step's fields, those that are no number of their own
+PLAIN = ("step", "groups", "layout", "valid", "home", "logged", "stopped")  # of a step's fields, those that are no number of their own
+KEY = "save.trackers"  # of a config
 PATIENCE_S = 30.0  # for servers, at the end of a run
 MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # of one call, and of a value, at the most
 
 
-class Tracker:
-    """Takes the rows of one process of a run, in a thread. Any method may raise: the run goes on without the tracker then. Mutable:
-    `run`, of the tracker."""
+METHODS = ("start", "log", "finish")
+
+
+class Tracker(Protocol):
+    """Takes the rows of one process of a run. `save.trackers` may name a class of this protocol, which is made with the run's folder and
+    `save.project`.
+
+    All methods are called in one thread of rank 0's process. Training does not wait for them. Any may raise: the run goes on without the
+    tracker then."""
+
+    def start(self, config: Mapping[str, Any], first: int) -> None:
+        """Begin with a resolved config, before the first row. `first`: its step."""
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Take the numbers of a step."""
+
+    def finish(self, ok: bool) -> None:
+        """End. `ok`: whether the run has ended without an error."""
+
+
+class PackageTracker:
+    """A tracker that is a package. Mutable: `run`, of the package."""
 
     package = ""
 
@@ -47,15 +70,12 @@ class Tracker:
         self.run: Any = None
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
-        """Begin with a resolved config, before the first row. `first`: its step."""
         raise NotImplementedError
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """Take the numbers of a step."""
         self.run.log(dict(row), step=step)
 
     def finish(self, ok: bool) -> None:
-        """End. `ok`: whether the run has ended without an error."""
         raise NotImplementedError
 
     def part_names(self, first: int) -> dict[str, str]:
@@ -64,7 +84,7 @@ class Tracker:
         return {"project": self.project, "name": name if first == 1 else f"{name} from step {first}", "group": name}
 
 
-class TensorBoardLog(Tracker):
+class TensorBoardLog(PackageTracker):
     """A resumed run hides the steps that it computes again."""
 
     package = "torch.utils.tensorboard.writer"
@@ -81,7 +101,7 @@ class TensorBoardLog(Tracker):
         self.run.close()
 
 
-class WandbLog(Tracker):
+class WandbLog(PackageTracker):
     """Weights & Biases, which is asked nothing: no code, no console, no git."""
 
     package = "wandb"
@@ -102,7 +122,7 @@ class WandbLog(Tracker):
         self.run.finish(exit_code=0 if ok else 1)
 
 
-class TrackioLog(Tracker):
+class TrackioLog(PackageTracker):
     package = "trackio"
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
@@ -112,7 +132,7 @@ class TrackioLog(Tracker):
         self.library.finish()  # that of the run would be called again when Python ends
 
 
-class MlflowLog(Tracker):
+class MlflowLog(PackageTracker):
     """MLflow, in the experiment that is named as the project. The parts of a run have the tag longshift.run."""
 
     package = "mlflow"
@@ -145,11 +165,32 @@ class MlflowLog(Tracker):
         self.client.set_terminated(self.run, status="FINISHED" if ok else "FAILED")
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoardLog, "wandb": WandbLog, "trackio": TrackioLog, "mlflow": MlflowLog}
+TRACKERS: Mapping[str, type[PackageTracker]] = {
+    "tensorboard": TensorBoardLog,
+    "wandb": WandbLog,
+    "trackio": TrackioLog,
+    "mlflow": MlflowLog,
+}
 
 
-def open_tracker(name: str, folder: Path, project: str) -> Tracker:
-    """A tracker that has not started. Raises UsageError where its package cannot be imported."""
+def open_trackers(names: Sequence[str], folder: Path, project: str) -> dict[str, Tracker]:
+    """Trackers that have not started, by name. One of a person's own that cannot be made is said and left out. Raises UsageError where a
+    package, or a person's module, cannot be imported."""
+    trackers = dict[str, Tracker]()
+    for name in names:
+        if not is_object(name):
+            trackers[name] = _open_package(name, folder, project)
+            continue
+        make = load_object(name, KEY)
+        try:
+            with printing_aside():
+                trackers[name] = make(folder, project)
+        except (Exception, SystemExit) as fault:
+            say(f"{name} failed when it was made, and the run goes on without it: {describe_error(fault, split_object(name)[0])}")
+    return trackers
+
+
+def _open_package(name: str, folder: Path, project: str) -> PackageTracker:
     try:
         return TRACKERS[name](folder, project)
     except ImportError as fault:
@@ -157,15 +198,24 @@ def open_tracker(name: str, folder: Path, project: str) -> Tracker:
 
 
 def expect(names: Sequence[str]) -> None:
-    """Raises UsageError for the first tracker whose package is not installed."""
+    """Raises UsageError for the first tracker whose package is not installed, or whose class is none of the protocol `Tracker`."""
     for name in names:
-        if find_spec(name) is None:
+        if is_object(name):
+            tracker_class = load_object(name, KEY)
+            missing = [method for method in METHODS if not callable(getattr(tracker_class, method, None))]
+            if missing or not isinstance(tracker_class, type):
+                needed = "a class with start(config, first), log(step, row) and finish(ok) is needed"
+                has_not = f" without {' and '.join(missing)}" if missing else ""
+                raise UsageError(f"{KEY}: {name} is {shown(tracker_class)}{has_not}, where {needed}")
+        elif find_spec(name) is None:
             raise UsageError(f"save.trackers: {name} is not installed: pip install 'longshift[{name}]', or leave it out")
 
 
 def numbers(step: StepMetrics) -> dict[str, float]:
     """The row of a step: its numbers by name, those of validations by length and of length groups with theirs before a slash."""
     row = {name: float(value) for name, value in asdict(step).items() if name not in PLAIN and value is not None}
+    row |= step.logged
+    row |= {f"home/{name}": float(value) for name, value in (asdict(step.home) if step.home else {}).items()}
     row |= {f"valid/to {part.upto}": part.loss for part in step.valid}
     for group in step.groups:
         for name, value in asdict(group).items():
