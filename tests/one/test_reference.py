@@ -12,6 +12,7 @@ from longshift import cli
 from longshift.config import Config, StageConfig
 from longshift.errors import LongshiftError
 from longshift.layout import layout
+from longshift.layout.axes import AXES
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -39,7 +40,7 @@ def test_every_key_of_a_config_has_a_row():
 
 def test_every_layout_word_has_a_row():
     documented = {re.sub(r"\d+[KMG]?(:[\d-]+)?$", "", word) for word in first_cells(page("layout"))}
-    assert {*layout._DEGREES, *layout._FLAGS, "chunk", "chunk-auto"} - documented == set()
+    assert {*layout._NUMBERS, *layout._FLAGS, *(axis.word for axis in AXES), "chunk", "chunk-auto"} - documented == set()
     assert {"z0", "z1", "z2", "z3", "pp2:3-2"} <= first_cells(page("layout"))
 
 
