@@ -79,6 +79,7 @@ def test_what_a_module_prints_is_not_on_standard_output(folder, capsys):
         ("lacks:watch", "lacks raised while it was imported: ModuleNotFoundError: No module named 'not_here' (FOLDER/lacks.py, line 1)"),
         ("ends:watch", "ends raised while it was imported: SystemExit: 3 (FOLDER/ends.py, line 2)"),
         ("wrong:watch", "wrong raised while it was imported: SyntaxError: invalid syntax (wrong.py, line 2)"),
+        ("torn.inner:watch", "torn.inner raised while it was imported: ModuleNotFoundError: No module named 'not_here'"),
         ("sealed.inner:watch", "sealed.inner raised while it was imported: ValueError: sealed"),
     ],
 )
@@ -91,6 +92,8 @@ def test_each_fault_of_a_name_is_one_line_that_says_why(folder, text, why):
     (folder / "sealed").mkdir()
     (folder / "sealed/__init__.py").write_text("raise ValueError('sealed\\nand more')\n")
     (folder / "sealed/inner.py").write_text("")
+    (folder / "torn").mkdir()
+    (folder / "torn/__init__.py").write_text("import not_here\n")
     with pytest.raises(UsageError) as told:
         load_object(text, "train.on_step")
     assert "\n" not in str(told.value)
