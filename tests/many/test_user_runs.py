@@ -13,10 +13,15 @@ import pytest
 import longshift as ls
 from longshift.config import Config
 from longshift.config_file import parse_config
+from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
+from longshift.trainer import loop
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.run_folder import prepare, read_config
+from longshift.trainer.stages import stages_of
+from longshift.trainer.step_callback import StepCallback
+from longshift.trainer.step_trace import StepTrace
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -284,6 +289,16 @@ def test_a_stop_at_the_end_of_a_stage_ends_the_run(place, tmp_path):
     config = config_of(place, tmp_path / "run", "dp1", "train.stages=[{steps: 3}, {steps: 3}]")
     assert [step.step for step in ls.train(config, on_step="hooks:stops_at_3")] == [1, 2, 3]
     assert [step.step for step in ls.train(read_config(tmp_path / "run"), resume=True)] == [4, 5, 6]
+
+
+def test_a_stop_at_the_last_step_of_a_trial_ends_the_run(place, tmp_path):
+    """Of `layout: auto`: the next trial has no step."""
+    config = config_of(place, tmp_path / "run")
+    callback = StepCallback("hooks:watch", None)
+    callback.request.stop = "enough"
+    context = loop.RunContext(tmp_path / "run", World.alone(), StepTrace(None, World.alone()), callback=callback)
+    (stage,) = stages_of(config)
+    assert list(loop._train_with(context, stage, True, config, False, 4)) == []
 
 
 def test_a_function_cannot_go_to_other_processes(place, tmp_path):
