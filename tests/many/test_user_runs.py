@@ -285,9 +285,10 @@ def test_a_callback_may_take_longer_than_a_collective(place, tmp_path):
     assert len(list(ls.train(config, on_step="hooks:slow"))) == 3
 
 
-def test_a_stop_at_the_end_of_a_stage_ends_the_run(place, tmp_path):
+def test_a_stop_at_the_end_of_a_stage_ends_the_run(place, tmp_path, capfd):
     config = config_of(place, tmp_path / "run", "dp1", "train.stages=[{steps: 3}, {steps: 3}]")
     assert [step.step for step in ls.train(config, on_step="hooks:stops_at_3")] == [1, 2, 3]
+    assert "stage 2 of 2" not in capfd.readouterr().err
     assert [step.step for step in ls.train(read_config(tmp_path / "run"), resume=True)] == [4, 5, 6]
 
 
