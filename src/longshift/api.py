@@ -232,10 +232,8 @@ def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport,
 
     reports = tuple(read_run(Path(run)) for run in runs)
     if to is not None:
-        try:
-            from longshift.reports.page import write
-        except ImportError as fault:
-            raise errors.UsageError(f"{fault.name} is not installed, which draws reports: pip install 'longshift[report]'") from None
+        from longshift.reports.run_page import write
+
         write(reports, Path(to))
     return reports
 

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -266,7 +266,9 @@ def plan(
     if trace is not None and best is not None:
         write_trace(best, trace)
     if html is not None:
-        _plots("longshift.trainer.plan_plots").write_html(plan, html)
+        from longshift.reports import plan_page
+
+        plan_page.write_html(plan, html)
     if emit is not None:
         write_config(run, plan, emit)
     print_result(plan.result(), json)
@@ -380,19 +382,13 @@ def profile(
     if output is not None:
         files.save(cluster, output)
     if html is not None:
-        _plots("longshift.profile.plots").write_html(cluster, html)
+        from longshift.reports import profile_page
+
+        profile_page.write_html(cluster, html)
     if json:
         print(jsonlib.dumps(files.encode(cluster)))
     else:
         show_profile(cluster, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
-
-
-def _plots(module: str) -> Any:
-    """A module that draws. Raises UsageError where it lacks a package."""
-    try:
-        return import_module(module)
-    except ImportError:
-        raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
 
 
 def _launch(

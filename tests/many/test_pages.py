@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from longshift.layout.layout import Layout
+from longshift.reports.plan_page import in_words
+
 ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync")
@@ -22,17 +25,42 @@ def opened(page: Path, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+def visible(dom: str) -> str:
+    """Without scripts and styles."""
+    return re.sub(r"<(script|style).*?</\1>", "", dom, flags=re.DOTALL)
+
+
+def is_too_wide(page: Path) -> bool:
+    """Whether a telephone of 400 pixels must scroll sideways."""
+    asked = page.with_name(f"asked-{page.name}")
+    answer = "<script>document.title = `wide ${document.documentElement.scrollWidth > innerWidth}, ${innerWidth}`</script>"
+    asked.write_text(page.read_text() + answer)
+    (found,) = re.findall(r"<title>wide (true|false), (\d+)</title>", opened(asked, "--dump-dom", "--window-size=400,900"))
+    return found[0] == "true"
+
+
 def test_a_plan_is_drawn(tmp_path: Path):
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
     config = [str(ROOT / "examples" / "auto.yaml"), "--lengths", str(ROOT / "examples" / "lengths" / "github.csv")]
     command = [sys.executable, "-m", "longshift.cli", "plan", *config, "--on", "8xh100", "--html", str(page)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = opened(page, "--dump-dom")
-    assert "longshift plan: 1 x 8 NVIDIA H100" in re.sub(r"<script.*?</script>", "", found, flags=re.DOTALL)
-    groups = re.findall(r"^ \S+ +(\S+) +\S+ +[0-9.]+", said, re.MULTILINE)
+    shown = visible(opened(page, "--dump-dom"))
+    assert "longshift plan: 1 x 8 NVIDIA H100" in shown
+    groups = re.findall(r"^ (\S+) +(\S+) +\S+ +[0-9.]+", said, re.MULTILINE)
     assert groups
-    assert all(f": {group}, packs of" in found for group in groups)
-    assert found.count('class="trace bars"') >= 2
-    assert found.count('class="point"') >= 3
+    for upto, layout in groups:
+        assert f"Documents to {upto} with {layout}: " in shown
+        assert f"<span>to {upto}: {layout}</span>" in shown
+    (seconds,) = re.findall(r"^a step takes (.*)$", said, re.MULTILINE)
+    assert f"<p>A step takes {seconds}</p>" in shown
+    assert shown.count('class="dots"') >= 6  # three keys, and a way of each
+    assert not is_too_wide(page)
     opened(page, f"--screenshot={picture}", "--window-size=1200,1300")
     assert picture.stat().st_size > 20_000  # a white page has 5 KB
+
+
+def test_a_layout_is_told_in_words():
+    assert in_words(Layout.parse("dp8.z2")) == "8 data-parallel replicas, ZeRO-2"
+    told = "2 pipeline stages, Ulysses sequence parallelism over 4 ranks, 2 model chunks a rank, gradient checkpointing"
+    assert in_words(Layout.parse("pp2:5-4.u4.v2.recompute-full")) == told
+    assert in_words(Layout.parse("u4.chunk64K.host.fpdt")).endswith("chunks of 64K tokens, activations in host memory, fpdt")

@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import itertools
 import json
 import re
 import subprocess
@@ -9,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_pages import BROWSER, opened
+from test_pages import BROWSER, is_too_wide, opened, visible
 
 import longshift as ls
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
-from longshift.reports.read import read_run
+from longshift.reports.read import SERIES, RunReport, read_run
+from longshift.reports.run_page import kept_steps
 from longshift.trainer.metrics import read_rows
 
 CONFIG = """
@@ -75,14 +77,16 @@ def test_a_browser_shows_it_in_light_and_dark(runs: tuple[Path, Path], tmp_path:
     done = longshift("report", *runs, "--to", page)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"wrote {page}\n"
-    shown = re.sub(r"<script.*?</script>", "", opened(page, "--dump-dom"), flags=re.DOTALL)
+    shown = visible(opened(page, "--dump-dom"))
     for word in ("Settings that differ", "train.lr", "0.003", "Validation by length", "chunk128.disk", "a&lt;b&gt;&amp;c"):
         assert word in shown, word
     assert "a<b>" not in shown
-    assert "One layout computed all documents." in shown
-    assert "No run has validated" not in shown
-    assert shown.count('class="main-svg"') >= 8
-    assert "Something went wrong" not in shown
+    assert re.findall("<h2>(.*?)</h2>", shown)[0] == "Loss"
+    assert "Predicted seconds are not drawn" in shown
+    assert "no run has validated" not in shown
+    assert shown.count("<svg") == 6
+    assert "NaN" not in shown
+    assert not is_too_wide(page)
     pictures = []
     for scheme in (0, 1):  # dark, light
         picture = tmp_path / f"{scheme}.png"
@@ -92,10 +96,86 @@ def test_a_browser_shows_it_in_light_and_dark(runs: tuple[Path, Path], tmp_path:
     assert pictures[0] != pictures[1]
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_curves_of_a_chart_have_colours_of_their_own(runs: tuple[Path, Path], tmp_path: Path):
+    """Two runs, of which one has validated: three curves of the loss, and four of the memory, whose hues are 30 degrees apart at least."""
+    page = tmp_path / "page.html"
+    assert longshift("report", *runs, "--to", page).returncode == 0
+    answer = """<script>document.title = JSON.stringify([...document.querySelectorAll('figure')].map(figure => [
+      ...figure.querySelectorAll('.keys button')].map(key => getComputedStyle(key, '::before').backgroundColor
+        + getComputedStyle(key, '::before').backgroundImage)))</script>"""
+    page.write_text(page.read_text() + answer)
+    (title,) = re.findall("<title>(.*?)</title>", opened(page, "--dump-dom"))
+    hues = [[float(re.findall(r"oklch\(\S+ \S+ ([0-9.]+)", key)[0]) for key in keys] for keys in json.loads(title) if keys]
+    assert [len(keys) for keys in hues] == [3, 2, 2, 2, 2, 4]
+    for keys in hues:
+        for first, second in itertools.combinations(keys, 2):
+            assert 30 <= (first - second) % 360 <= 330
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_the_toolbar_changes_every_chart(runs: tuple[Path, Path], tmp_path: Path):
+    """Tokens in place of steps, a logarithm, smoothing, then the half of a chart that is dragged over."""
+    page = tmp_path / "page.html"
+    assert longshift("report", runs[0], "--to", page).returncode == 0
+    answer = """<script>
+    const seen = {}
+    function see(name) {
+      const texts = [...document.querySelector('figure svg').querySelectorAll('text')].map(text => text.textContent)
+      seen[name] = { texts, raw: document.querySelectorAll('svg .raw').length, units: document.querySelectorAll('svg').length,
+        points: document.querySelector('figure svg .line:not(.raw)').getAttribute('d').split('L').length,
+        line: document.querySelector('figure svg .line:not(.raw)').getAttribute('d') }
+    }
+    function put(name, change) {
+      const input = Object.assign(document.querySelector(name), change)
+      input.dispatchEvent(new Event('input', { bubbles: true }))
+    }
+    see('steps')
+    put('[value="1"]', { checked: true }); see('tokens')
+    put('[name=logy]', { checked: true }); see('log')
+    put('[name=smooth]', { value: 0.9 }); see('smooth')
+    const plot = document.querySelector('.plot'), box = plot.getBoundingClientRect()
+    function point(type, share) {
+      plot.dispatchEvent(new PointerEvent(type, { clientX: box.left + share * box.width, pointerType: 'mouse' }))
+    }
+    point('pointerdown', .5)
+    point('pointermove', .9)
+    seen.tip = document.querySelector('.tip').textContent
+    point('pointerup', 1)
+    see('part')
+    document.querySelector('.tools button').click(); see('whole')
+    document.title = JSON.stringify(seen)
+    </script>"""
+    page.write_text(page.read_text() + answer)
+    (title,) = re.findall("<title>(.*?)</title>", opened(page, "--dump-dom"))
+    seen = json.loads(title)
+    assert [seen[name]["texts"][-2] for name in ("steps", "tokens")] == ["steps", "tokens"]
+    assert seen["log"]["line"] != seen["tokens"]["line"] != seen["steps"]["line"]
+    assert (seen["log"]["raw"], seen["smooth"]["raw"]) == (0, 6)
+    assert [seen[name]["points"] for name in ("smooth", "part", "whole")] == [6, 3, 6]
+    assert seen["whole"]["line"] == seen["smooth"]["line"]
+    assert re.match(r"tokens: \S+training: \d", seen["tip"])
+
+
+def test_a_long_run_is_thinned_and_its_spikes_stay():
+    """40,000 steps with a spike at step 12,345, and an update that was skipped: under 2 MB."""
+    steps = list(range(1, 40_001))
+    series = {name: [2.0 + step % 7 for step in steps] for name in SERIES}
+    series["loss"][12_344] = 99.0
+    series["grad_norm"][777] = None
+    run = RunReport(name="long", facts={}, config={}, steps=steps, series=series, groups=[], predicted=[], valid=[], memory={})
+    kept = kept_steps(run)
+    assert {0, 12_344, 39_999} <= set(kept.tolist())
+    assert len(kept) < 3_000
+    assert (kept_steps(run.model_copy(update={"steps": steps[:900]})) == range(900)).all()
+
+
 def test_nothing_in_the_page_is_fetched(runs: tuple[Path, Path]):
     assert longshift("report", runs[0]).returncode == 0
     text = (runs[0] / "report.html").read_text()
-    assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=", text)
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=|@import|url\(|fetch\(", text)
+    assert 'name="viewport"' in text
+    assert len(text) < 100_000
 
 
 def test_a_run_that_was_cut_off_is_told_and_what_is_none_is_refused(runs: tuple[Path, Path], tmp_path: Path):

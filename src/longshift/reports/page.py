@@ -1,190 +1,128 @@
-"""Runs as one HTML file that needs no network, legible in light and dark."""
+"""HTML files that need no network: charts that `charts.js` draws, bars, tables; legible in light and dark, and on a telephone."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from typing import Any, Literal
 
 from longshift.errors import UsageError
-from longshift.layout.layout import format_size
-from longshift.reports import figures
-from longshift.reports.read import RunReport
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --line: #d0d7de; --paper: #ffffff }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa4af; --line: #3d444d; --paper: #0d1117 } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1060px; margin: 2em auto }
-body { padding: 0 1em }
-h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin: 2em 0 .3em } p { color: var(--soft); margin: .3em 0 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-th, td { text-align: left; padding: .2em .9em .2em 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere }
-th { font-weight: 600 }
-"""
-SCRIPT = """
-const dark = matchMedia('(prefers-color-scheme: dark)')
-function draw() {
-  const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim()
-  const axis = { gridcolor: of('--line'), zerolinecolor: of('--line'), linecolor: of('--line') }
-  for (const data of document.querySelectorAll('script.figure')) {
-    const { data: traces, layout } = JSON.parse(data.textContent)
-    const clear = { paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: { color: of('--ink') } }
-    const axes = { xaxis: { ...layout.xaxis, ...axis, automargin: true }, yaxis: { ...layout.yaxis, ...axis, automargin: true } }
-    const modebar = { bgcolor: 'rgba(0,0,0,0)', color: of('--soft') }
-    const all = { ...layout, ...clear, ...axes, modebar, template: null }
-    Plotly.react(data.previousElementSibling, traces, all, { responsive: true, displaylogo: false })
-  }
-}
-dark.addEventListener('change', draw)
-draw()
-"""
-BYTES = ("memory",)
-BY_STEP = (  # title, sentence, series of a report, title of its axis, and what its values are divided by
-    ("Gradient norm", "Global, before clipping.", "grad_norm", "norm", 1.0),
-    ("Learning rate", "Of each update.", "lr", "learning rate", 1.0),
-    ("Tokens a second", "Of all ranks.", "tokens_per_s", "tokens/s", 1.0),
-    ("Model FLOP/s", "Forward and backward of all ranks; recomputation is not counted.", "model_flops_per_s", "GFLOP/s", 1e9),
+DIGITS = 6  # of a number in a chart
+TOOLS = (
+    '<nav class="tools"><span>{}</span><label>smooth <input type="range" name="smooth" min="0" max="0.98" step="0.02" value="{}"></label>'
+    '<label><input type="checkbox" name="logy">log y</label><label><input type="checkbox" name="logx">log x</label>'
+    "<button hidden>show all</button></nav>"
 )
-MOST_SETTINGS = 200
 
 
-def write(runs: Sequence[RunReport], file: Path) -> None:
-    """Write the page. Raises UsageError where the file cannot be written."""
-    title = "longshift report: " + ", ".join(run.name for run in runs)
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head>'
-    body = "\n".join(part for run_part in _sections(runs) for part in run_part)
-    text = f"{head}<body><h1>{escape(title)}</h1>\n{body}\n<script>{get_plotlyjs()}</script><script>{SCRIPT}</script></body></html>\n"
+@dataclass(frozen=True)
+class Series:
+    """A curve of a chart. `colour`: its number, which no other of the chart has; `x`: None where it is of the steps of a `run`; `low`: the
+    lower edge of a band; `texts`: of each point."""
+
+    name: str
+    y: Sequence[float | None]
+    colour: int
+    run: int = 0
+    x: Sequence[float] | None = None
+    style: Literal["line", "dash", "dots", "band"] = "line"
+    low: Sequence[float] | None = None
+    texts: Sequence[str] | None = None
+
+
+def chart(
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    y: str,
+    x: str | None = None,
+    log: bool = False,
+    zero: bool = False,
+    limit: float | None = None,
+    wide: bool = False,
+) -> str:
+    """Curves. `x`, `y`: what the axes say, None: what the toolbar chooses; `zero`: where `y` begins; `limit`: a line at this x."""
+    data = {"series": [asdict(one) for one in series], "x": x, "y": y, "logx": log, "logy": log, "zero": zero, "limit": limit}
+    text = f'<div class="keys"></div><div class="plot"></div><script type="application/json" class="chart">{_json(data)}</script>'
+    return _figure(title, note, text, wide)
+
+
+def bars(title: str, note: str, rows: Mapping[str, Mapping[str, float]], show: Callable[[float], str]) -> str:
+    """Bars by row and name."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    largest = max((value for row in rows.values() for value in row.values()), default=0) or 1
+    parts = []
+    for label, row in rows.items():
+        for number, (name, value) in enumerate(row.items()):
+            bar = f'<i style="--c:{names.index(name)};width:{100 * value / largest:.2f}%" title="{escape(name)}"></i>'
+            parts.append(f"<span>{escape(label) * (number == 0)}</span><div>{bar}</div><b>{escape(show(value))}</b>")
+    keys = "".join(f'<span style="--c:{number}">{escape(name)}</span>' for number, name in enumerate(names) if len(names) > 1)
+    return _figure(title, note, f'<div class="keys">{keys}</div><div class="bars">{"".join(parts)}</div>', wide=False)
+
+
+def table(rows: Sequence[Sequence[Any]]) -> str:
+    """Rows, of which the first is the head."""
+    head = "".join(f"<th>{escape(str(cell))}</th>" for cell in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows[1:])
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def folded(title: str, *parts: str) -> str:
+    """Parts that open under their title."""
+    return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
+
+
+def paragraphs(texts: Iterable[str]) -> str:
+    """A paragraph of each text."""
+    return '<div class="words">' + "".join(f"<p>{escape(text)}</p>" for text in texts) + "</div>"
+
+
+def grid(parts: Iterable[str]) -> str:
+    """Charts and bars beside one another, as many as there is room for."""
+    return f'<div class="charts">{"".join(parts)}</div>'
+
+
+def toolbar(axes: Sequence[str], smooth: float) -> str:
+    """What all charts of a run obey: the quantity along, smoothing, logarithms. `smooth`: the weight of the points before, at first."""
+    choices = (
+        f'<label><input type="radio" name="by" value="{number}"{" checked" * (number == 0)}>{name}</label>'
+        for number, name in enumerate(axes)
+    )
+    return TOOLS.format("".join(choices), smooth)
+
+
+def write_page(
+    file: Path, title: str, parts: Iterable[str], axes: Sequence[str] = (), along: Sequence[Sequence[Sequence[float]]] = ()
+) -> None:
+    """Write a page. `along`: of each run, the numbers of its points by each of the `axes`. Raises UsageError where the file cannot be
+    written."""
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("charts.css", "charts.js"))
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{style}</style>'
+    body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
+    data = f'<script type="application/json" id="runs">{_json({"by": axes, "x": along})}</script>'
+    text = f'<!doctype html><html lang="en"><head>{head}</head><body>{body}\n{data}<script>{script}</script></body></html>\n'
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as fault:
         raise UsageError(f"{file} cannot be written: {fault.strerror}") from None
 
 
-def _sections(runs: Sequence[RunReport]) -> Iterator[list[str]]:
-    is_single = len(runs) == 1
-    head = ("", *(run.name for run in runs))
-    keys = [key for key in runs[0].facts if any(run.facts[key] is not None for run in runs)]
-    rows = [(key, *(_shown(key, run.facts[key]) for run in runs)) for key in keys]
-    yield [_table([head, *rows])]
-    if not is_single:
-        yield ["<h2>Settings that differ</h2>", *_differences(runs)]
-    yield _drawn("Loss", "Mean over the step's target tokens; validation is of documents that are not trained on.", figures.losses(runs))
-    by_length = figures.valid_by_length(runs)
-    if by_length:
-        yield _drawn("Validation by length", "The last validation, by how long a document is.", by_length)
-    else:
-        yield _missing("Validation by length", "No run has validated (data.valid, or data.held_out).")
-    for title, sentence, series, axis, scale in BY_STEP:
-        yield _drawn(title, sentence, figures.over_steps(runs, series, axis, scale))
-    yield _drawn(
-        "Memory", "What the process of the fullest rank had at the most, and what its tensors were forecast to need.", figures.memory(runs)
-    )
-    for run in runs:
-        owner = "" if is_single else f" of {run.name}"
-        peaks = "; ".join(f"{place}: {_size(peak['total'])} in {peak['during']}" for place, peak in run.memory.items())
-        yield _drawn(
-            f"Memory by place{owner}",
-            f"What the ledger says is alive at each peak of rank {run.memory['device']['rank']}. {peaks}.",
-            figures.alive(run),
-        )
-        if run.groups:
-            yield [
-                *_drawn(f"Groups of lengths{owner}", "Sums over the run; seconds of the slowest rank.", figures.groups(run)),
-                _group_table(run),
-            ]
-        else:
-            yield _missing(f"Groups of lengths{owner}", "One layout computed all documents.")
-        if run.predicted:
-            yield _drawn(f"Predicted seconds{owner}", "What the clock said before each step.", figures.predicted(run))
-        else:
-            yield _missing(f"Predicted seconds{owner}", "The clock was not calibrated for this run: layout: auto does so in its trials.")
+def _figure(title: str, note: str, text: str, wide: bool) -> str:
+    return f"<figure{' class=wide' * wide}><h2>{escape(title)}</h2><p>{escape(note)}</p>{text}</figure>"
 
 
-def _drawn(title: str, sentence: str, figure: go.Figure) -> list[str]:
-    # "</script>" inside the data would end its element.
-    data = json.dumps(json.loads(figure.to_json() or "{}"), allow_nan=False).replace("<", "\\u003c")
-    return [
-        f"<h2>{escape(title)}</h2><p>{escape(sentence)}</p>",
-        f'<div></div><script type="application/json" class="figure">{data}</script>',
-    ]
+def _json(data: Any) -> str:
+    """JSON inside HTML, where "</script>" would end the element."""
+    return json.dumps(_rounded(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _missing(title: str, reason: str) -> list[str]:
-    return [f"<h2>{escape(title)}</h2><p>{escape(reason)}</p>"]
-
-
-def _differences(runs: Sequence[RunReport]) -> list[str]:
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    rows = []
-    for key in keys:
-        values = [json.dumps(run.config.get(key)) for run in runs]
-        if len(set(values)) > 1:
-            rows.append((key, *values))
-    if not rows:
-        return ["<p>None.</p>"]
-    head = ("", *(run.name for run in runs))
-    parts = [_table([head, *rows[:MOST_SETTINGS]])]
-    if len(rows) > MOST_SETTINGS:
-        parts.append(f"<p>and {len(rows) - MOST_SETTINGS} more</p>")
-    return parts
-
-
-def _group_table(run: RunReport) -> str:
-    head = (
-        "documents up to",
-        "layout",
-        "steps",
-        "documents",
-        "tokens",
-        "seconds",
-        "tokens/s",
-        "switch hidden s",
-        "exposed s",
-        "to tiers",
-        "from tiers",
-        "waited s",
-    )
-    rows = [
-        (
-            format_size(group.upto),
-            group.layout,
-            f"{group.steps:,}",
-            f"{group.documents:,}",
-            f"{group.tokens:,}",
-            f"{group.seconds:.2f}",
-            f"{group.tokens / group.seconds:,.0f}" if group.seconds else "",
-            f"{group.switch_hidden_s:.2f}",
-            f"{group.switch_exposed_s:.2f}",
-            _size(group.put_bytes),
-            _size(group.fetched_bytes),
-            f"{group.waited_s:.2f}",
-        )
-        for group in run.groups
-    ]
-    return _table([head, *rows])
-
-
-def _table(rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{escape(str(cell))}</th>" for cell in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows[1:])
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _shown(key: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if key in BYTES:
-        return _size(value)
-    if isinstance(value, float):
-        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else ", ".join(value) if isinstance(value, list) else str(value)
-
-
-def _size(size: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size:.0f} B"
+def _rounded(data: Any) -> Any:
+    if isinstance(data, float):
+        short = float(f"{data:.{DIGITS}g}")
+        return int(short) if short.is_integer() else short
+    if isinstance(data, dict):
+        return {key: _rounded(value) for key, value in data.items()}
+    return [_rounded(value) for value in data] if isinstance(data, list | tuple) else data

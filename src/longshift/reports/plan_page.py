@@ -1,0 +1,79 @@
+"""A plan as a page: the choice in words, where a step's seconds go, what each group takes, and every way's seconds against its memory."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from longshift.layout.layout import Layout, format_size
+from longshift.reports.page import Series, bars, chart, folded, grid, paragraphs, write_page
+from longshift.trainer.auto_plan import Planned
+
+GIB = 2**30
+WORDS = {  # of a layout, before their number
+    "dp": "{} data-parallel replicas",
+    "tp": "tensor parallelism over {} ranks",
+    "u": "Ulysses sequence parallelism over {} ranks",
+    "ring": "ring attention over {} ranks",
+    "pp": "{} pipeline stages",
+    "v": "{} model chunks a rank",
+    "z": "ZeRO-{}",
+    "chunk": "chunks of {} tokens",
+    "keep": "{} blocks of each stage keep all",
+    "recompute-full": "gradient checkpointing",
+    "recompute-selective": "gradient checkpointing of attention",
+    "host": "activations in host memory",
+    "disk": "activations on disk",
+}
+
+
+def write_html(plan: Planned, file: Path) -> None:
+    """Write the page. Raises UsageError where the file cannot be written."""
+    cluster = plan.task.cluster
+    lines = list(plan.lines())
+    sentences = [line for line in lines if not line.startswith(" ") and not line.endswith(":")]
+    parts = [paragraphs(line[:1].upper() + line[1:] for line in (*_choice(plan), *sentences))]
+    parts += [grid(_charts(plan)), folded("What else was compared", paragraphs(lines))]
+    write_page(file, f"longshift plan: {cluster.nodes} x {cluster.devices_per_node} {cluster.name}", parts)
+
+
+def in_words(layout: Layout) -> str:
+    """What the words of a layout mean."""
+    meanings = []
+    for word in str(layout).split("."):
+        name, number, _ = re.fullmatch(r"([a-z-]+)(\d+\w*)?(.*)", word).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        meanings.append(WORDS.get(name, word).format(number))
+    return ", ".join(meanings)
+
+
+def _choice(plan: Planned) -> Iterator[str]:
+    best = plan.choice.best
+    if best is None:
+        return
+    tokens = format_size(plan.task.tokens_per_step)
+    yield f"For {plan.task.lengths.documents:,} documents of up to {format_size(plan.task.longest)} tokens, {tokens} tokens a step:"
+    for edge in best.edges:
+        yield f"documents to {format_size(edge.upto)} with {edge.use}: {in_words(edge.use)}, in packs of {format_size(edge.pack)}."
+
+
+def _charts(plan: Planned) -> Iterator[str]:
+    best = plan.choice.best
+    if best is not None:
+        rows = plan.groups(best)
+        names = [f"to {format_size(row.upto)}: {row.layout}" for row in rows]
+        totals = {what: sum(getattr(row, what) for row in rows) or 1 for what in ("seconds", "tokens", "documents")}
+        shares = {name: {what: getattr(row, what) / total for what, total in totals.items()} for name, row in zip(names, rows)}
+        yield bars("Groups", "Shares of a step: seconds, tokens and documents of each layout.", shares, "{:.1%}".format)
+        lanes = {lane: {"seconds": seconds} for lane, seconds in plan.lanes(best).items()}
+        yield bars("Where the seconds go", "Of the busiest stage, by lane; lanes run beside one another.", lanes, "{:.3g} s".format)
+    kinds = {"chosen": [best] if best is not None else [], "one layout": [], "a layout for each length": []}
+    for way in plan.choice.ways:
+        if way is not best:
+            kinds["one layout" if len(way.edges) == 1 else "a layout for each length"].append(way)
+    series = []
+    for name, ways in kinds.items():
+        if ways:
+            x = [way.bytes["device"] / GIB for way in ways]
+            y = [way.seconds for way in ways]
+            series.append(Series(name, y, len(series), x=x, style="dots", texts=[str(way) for way in ways]))
+    note = "Every way that was played: seconds of a step and memory. The dashed line is what a device has."
+    yield chart("Ways", note, series, "seconds a step", "GiB a device", limit=plan.task.budget_bytes / GIB, wide=True)
