@@ -39,6 +39,27 @@ if FIRST_HANDLER is signal.default_int_handler:
         signal.signal(signal.SIGINT, FIRST_HANDLER)
 
 INTERRUPTED = 130
+EXIT_CODES = """Exit codes:
+    0  done
+    1  a check failed, or an error of Longshift itself
+    2  the command line, the config or a layout is wrong, or nothing fits
+    3  a document or the tokenizer is wrong
+    4  a checkpoint or a folder is damaged, missing or cannot be written
+    5  a loss or gradient is not finite
+    6  a rank died or did not answer
+    7  memory or disk is full
+  130  stopped"""
+EXAMPLES = {  # of each command, in the order of work
+    "init": ("init --to run.yaml", "init Qwen3-0.6B --data 'books/*.txt' --to run.yaml"),
+    "data": ("data run.yaml", "data run.yaml data.max_len=32K"),
+    "profile": ("profile --quick", "profile -o here.json --html here.html"),
+    "plan": ("plan run.yaml --html plan.html", "plan run.yaml --on 64xH100 --emit planned.yaml"),
+    "check": ("check run.yaml --against dp2.tp2", "check run.yaml --timeline"),
+    "train": ("train run.yaml train.lr=2e-5", "train run.yaml --explain", "train run.yaml --resume"),
+    "report": ("report runs/first", "report runs/first runs/second --to both.html"),
+    "calibrate": ("calibrate runs/first",),
+    "export": ("export runs/first --to model", "export runs/first --best --precision bf16 --to model"),
+}
 
 app = App(
     name="longshift",
@@ -46,9 +67,11 @@ app = App(
     version=lambda: import_module("importlib.metadata").version("longshift"),
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(negative="", show_default=lambda value: str(value) if value else None),
+    help_format="plaintext",
 )
 
-Json = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
+Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 File = Annotated[Path, Parameter(help="the run's config file")]
 Overrides = Annotated[str, Parameter(help="changes to the config, as in train.lr=2e-5")]
 
@@ -94,7 +117,7 @@ def train(
     resume_auto: Annotated[bool, Parameter(show=False)] = False,
     explain: bool = False,
     trace: Path | None = None,
-    crowded: Annotated[bool, Parameter(negative="")] = False,
+    crowded: bool = False,
     json: Json = False,
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment.
@@ -304,9 +327,9 @@ def export(
     /,
     *,
     to: Path,
-    best: Annotated[bool, Parameter(negative="")] = False,
+    best: bool = False,
     precision: WeightFormat | None = None,
-    merge: Annotated[bool, Parameter(negative="")] = False,
+    merge: bool = False,
     json: Json = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT.
@@ -389,6 +412,12 @@ def profile(
         print(jsonlib.dumps(files.encode(cluster)))
     else:
         show_profile(cluster, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+
+
+app.help_epilogue = "\n".join(("Examples:", *(f"  longshift {lines[0]}" for lines in EXAMPLES.values()), "", EXIT_CODES))
+for order, (name, lines) in enumerate(EXAMPLES.items()):
+    app[name].sort_key = order
+    app[name].help_epilogue = "\n".join(("Examples:", *(f"  longshift {line}" for line in lines), "", "longshift --help lists exit codes."))
 
 
 def _launch(

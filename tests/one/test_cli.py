@@ -32,7 +32,7 @@ from longshift import api, cli
 from longshift.config_file import load_config, parse_config
 from longshift.dist.memory import lacks_memory
 from longshift.documents.tokenizer import train as train_tokenizer
-from longshift.errors import PeerError, UsageError
+from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -140,6 +140,23 @@ def test_help_and_errors_do_not_wait_for_torch(place, line, code, says):
     assert "TORCH" not in done.stdout
     assert "Traceback" not in done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.5  # of the processor, whatever else the machine does
+
+
+def test_help_has_the_order_of_work_with_examples_and_exit_codes(monkeypatch):
+    """At 80 columns, and nothing about defaults that say nothing. Examples are commands that the parser takes."""
+    monkeypatch.setenv("COLUMNS", "80")
+    helps = {name: without_torch(f"{name} --help").stdout for name in ("", *cli.EXAMPLES)}
+    assert re.findall(r"^│ (\w+)  ", helps[""], re.MULTILINE) == list(cli.EXAMPLES)
+    for error in (UsageError, *LongshiftError.__subclasses__()):
+        assert re.search(rf"^ +{error.exit_code}  \w", helps[""], re.MULTILINE)
+    for name, text in helps.items():
+        assert max(map(len, text.splitlines())) <= 80
+        assert "--no-" not in text
+        assert "[default: ()]" not in text
+        assert "[default: False]" not in text
+        for line in cli.EXAMPLES.get(name, ()):
+            assert f"  longshift {line}\n" in text
+            cli.app.parse_args(line, exit_on_error=False, print_error=False)
 
 
 def test_a_run_from_start_to_export(place, longshift):
