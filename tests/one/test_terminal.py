@@ -93,18 +93,33 @@ def test_a_line_fits_and_keeps_what_counts(step, steps, width):
     line = fitted(step, steps, width)
     assert len(line) <= width
     rate = r"([\d,]+ tokens/s|[\d.]+[kMG]? tok/s)"
-    found = re.match(rf"(?:step )?{step.step}/{steps} +loss ([\d.]+) .*{rate} .*\d+(\.\d)? [MG]iB .*ETA \d+(:\d\d|d)", line)
+    found = re.match(rf"(?:step )?{step.step}/{steps} +loss ([\d.]+) .*{rate} .*ETA \d+(:\d\d|d)", line)
     assert found, line
+    assert re.search(r"<= ?1K 1\.12|\d+(\.\d)? [MG]iB ", line)
     assert float(found[1]) == pytest.approx(step.loss, abs=5e-3)
 
 
 def test_a_wide_line_has_all_and_a_narrow_one_loses_the_least_first():
-    step = replace(STEP, **EXTRA)
+    step = replace(STEP, groups=(replace(GROUP, layout="dp4"), GROUP), **EXTRA)
     assert fitted(step, 80, 400) == describe(step, 80)
     at = {width: fitted(step, 80, width) for width in (60, 80, 100, 120)}
-    assert all("switch" not in line for line in at.values())
+    assert "switch" in at[120]
+    assert "switch" not in at[80]
     assert "valid 5.1000" in at[80]
-    assert all(word in fitted(STEP, 80, 120) for word in ("norm 0.785", "lr 6.24e-04", "73.2 GFLOP/s"))
+    no_flops = fitted(step, 80, len(describe(step, 80)) - 1)
+    assert all(word in no_flops for word in ("norm 0.785", "lr 6.24e-04", "switch"))
+    assert "FLOP/s" not in no_flops
+
+
+def test_a_line_of_80_columns_keeps_the_time_of_each_layout_and_of_the_switch():
+    """0.10 s and 1.12 s of two layouts, of which 0.1 s were exposed in each; memory has room where steps have few digits."""
+    step = replace(STEP, groups=(replace(GROUP, layout="dp4", seconds=0.1), GROUP))
+    assert fitted(step, 80, 80) == "step 78/80 loss 4.9877 6.93k tok/s dp4 0.10 dp2.tp2 1.12 switch 0.20 s ETA 0:02"
+    assert fitted(step, 80, 90) == "step 78/80 loss 4.9877 6.93k tok/s 562 MiB dp4 0.10 dp2.tp2 1.12 switch 0.20 s ETA 0:02"
+    lengths = (replace(GROUP, upto=512, seconds=0.1), GROUP)
+    assert (
+        fitted(replace(STEP, groups=lengths), 80, 80) == "step 78/80  loss 4.9877  6.93k tok/s  562 MiB  <=512 0.10 <=1K 1.12 s  ETA 0:02"
+    )
 
 
 def test_steps_stay_on_the_screen_at_a_sane_rate(tmp_path):

@@ -4,7 +4,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,15 @@ LABEL = 8  # columns of a line's name
 FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE of the seconds so far
 LEAST_GAP_S = 5.0
 GAP_SHARE = 0.01
-LEAST = ("offload", "groups", "flops", "predicted", "lr", "norm", "skipped", "valid")  # that a line can lack, the first one first
+LEAST = ("flops", "offload", "predicted", "lr", "norm")  # that a line can lack, the first one first
+NARROW = (  # gaps, and what a line in few letters lacks: the first one that has room
+    ("  ", ()),
+    (" ", ()),
+    (" ", ("memory",)),
+    (" ", ("groups",)),
+    (" ", ("groups", "skipped")),
+    (" ", ("groups", "skipped", "valid")),
+)
 
 
 class Display:
@@ -120,19 +128,33 @@ def describe(step: StepMetrics, steps: int) -> str:
 
 
 def fitted(step: StepMetrics, steps: int, width: int) -> str:
-    """As much of `describe` as has room in `width` columns. Step, loss, tokens/s, memory and ETA stay, in fewer letters where they must."""
+    """As much of `describe` as has room in `width` columns, in few letters where it must. Step, loss, tokens/s and ETA stay; the seconds of
+    each layout do before memory, which the header says."""
     words = _words(step, steps)
     for least_important in ("", *LEAST):
         words.pop(least_important, None)
         line = "  ".join(words.values())
         if len(line) <= width:
             return line
-    count = f"{step.step}/{steps}"
-    eta = f"ETA {_clock((steps - step.step) * step.seconds)}"
-    rate = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s"
-    memory = _memory(step.memory_bytes)
-    brief = f"step {count}  loss {step.loss:.4f}  {rate}  {memory}  {eta}"
-    return brief if len(brief) <= width else f"{count} loss {step.loss:.4g} {rate} {memory} {eta}"
+    words |= _brief_words(step, words)
+    for gap, lacking in NARROW:
+        line = gap.join(text for name, text in words.items() if name not in lacking)
+        if len(line) <= width:
+            return line
+    return " ".join((f"{step.step}/{steps} loss {step.loss:.4g}", words["rate"], words["memory"], words["eta"]))
+
+
+def _brief_words(step: StepMetrics, words: Mapping[str, str]) -> dict[str, str]:
+    """Those of `words` that have fewer letters."""
+    brief = {"rate": f"{_short(step.tokens_per_s).replace(' ', '')} tok/s", "memory": _memory(step.memory_bytes)}
+    if "groups" in words:
+        is_same = len({group.layout for group in step.groups}) == 1
+        parts = [f"{f'<={format_size(group.upto)}' if is_same else group.layout} {group.seconds:.2f}" for group in step.groups]
+        exposed_s = sum(group.switch_exposed_s for group in step.groups)
+        brief["groups"] = " ".join([*parts, *([] if is_same else [f"switch {exposed_s:.2f}"])]) + " s"
+    if "skipped" in words:
+        brief["skipped"] = "skipped"
+    return brief
 
 
 def _words(step: StepMetrics, steps: int) -> dict[str, str]:
