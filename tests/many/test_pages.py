@@ -18,10 +18,10 @@ QUIET = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-netw
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 
 
-def opened(page: Path, *options: str) -> str:
+def opened(page: Path, *options: str, query: str = "") -> str:
     """The page as it is when its scripts have run."""
     flags = [f"--{name}" for name in ("headless", "no-sandbox", *QUIET, "host-resolver-rules=MAP * ~NOTFOUND", "virtual-time-budget=5000")]
-    command = [str(BROWSER), *flags, f"--user-data-dir={page.parent}/browser", *options, page.as_uri()]
+    command = [str(BROWSER), *flags, f"--user-data-dir={page.parent}/browser", *options, page.as_uri() + query]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
@@ -64,3 +64,16 @@ def test_a_layout_is_told_in_words():
     told = "2 pipeline stages, Ulysses sequence parallelism over 4 ranks, 2 model chunks a rank, gradient checkpointing"
     assert in_words(Layout.parse("pp2:5-4.u4.v2.recompute-full")) == told
     assert in_words(Layout.parse("u4.chunk64K.host.fpdt")).endswith("chunks of 64K tokens, activations in host memory, fpdt")
+
+
+def test_the_site_begins_with_installing_and_its_search_works_from_a_folder(tmp_path: Path):
+    pytest.importorskip("material", reason="mkdocs-material builds the site")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    start = opened(site / "index.html", "--dump-dom")
+    assert re.findall(r'<h2 id="([^"]*)"', start)[:2] == ["install", "quick-start"]
+    assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//', start)
+    found = opened(site / "index.html", "--dump-dom", query="?q=recompute")
+    assert re.search(r"result__meta\">\d+ matching documents<", found)
+    assert "/reference/layout.html" in re.findall(r'<ol class="md-search-result__list".*?</ol>', found, re.DOTALL)[0]
