@@ -16,7 +16,8 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.spec.formats import WeightFormat
-from longshift.terminal import say, silent
+from longshift.terminal import NotebookBar, say, silent
+from longshift.trainer.display import describe
 from longshift.trainer.metrics import MetricsLog, StepMetrics
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from longshift.trainer.step_callback import OnStep
 
 Say = Callable[[str], None]
+Steps = Generator[StepMetrics, None, None]
 
 
 def train(
@@ -92,9 +95,10 @@ def train(
     if not isinstance(run.layout, AutoLayout):
         run = with_choices(run, tell)
         if run.world == 1 or launched():
-            yield from run_rank(run, prepare(run, resume, own_rank(), alone=not launched()), resume, on_step=on_step)
+            folder = prepare(run, resume, own_rank(), alone=not launched())
+            yield from _shown(run, run_rank(run, folder, resume, on_step=on_step))
             return
-    yield from _run_workers(run, resume, crowded)
+    yield from _shown(run, _run_workers(run, resume, crowded))
 
 
 def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
@@ -271,13 +275,19 @@ def check_layouts(config: Config, world: int | None) -> None:
 
 
 def open_tokens(config: Config, verify: bool = True) -> "TokenCache":
-    """The tokens of a config, with a progress bar on a terminal while they are made; `verify` as in `TokenCache.open`."""
+    """The tokens of a config, with a progress bar on a terminal or in a notebook while they are made; `verify` as in `TokenCache.open`."""
     from longshift.trainer.corpus import open_corpus
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    bar = NotebookBar()
+    # A notebook tells its processes that there are colours where there is no terminal.
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("tokens", total=None)
-        return open_corpus(config, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+            bar.show("tokens", done, total)
+
+        return open_corpus(config, show, verify)[1]
 
 
 def with_choices(config: Config, tell: Say) -> Config:
@@ -307,7 +317,7 @@ def run_rank(
     trace: Path | None = None,
     tell: Say = silent,
     on_step: "OnStep | None" = None,
-) -> Iterator[StepMetrics]:
+) -> Steps:
     """The part of a run that this process does, as the rank that the environment says it is. Rank 0 keeps the metrics.
     `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`, `tell`, `on_step`: see
     `loop.train`."""
@@ -333,7 +343,17 @@ def run_rank(
         trackers.finish(ok)
 
 
-def _run_workers(config: Config, resume: bool, crowded: bool) -> Iterator[StepMetrics]:
+def _shown(config: Config, steps: Steps) -> Steps:
+    """Steps, which a notebook shows on one line."""
+    bar = NotebookBar()
+    bar.show("waiting for the first step", 0, config.train.steps)
+    with closing(steps):
+        for step in steps:
+            bar.show(describe(step, config.train.steps), step.step, config.train.steps)
+            yield step
+
+
+def _run_workers(config: Config, resume: bool, crowded: bool) -> Steps:
     """The steps of `longshift train` in a process of its own, whose JSON lines are read back."""
     with temporary_folder() as folder:
         file = folder / "config.yaml"

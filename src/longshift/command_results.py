@@ -4,12 +4,14 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from html import escape as html_escape
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -32,12 +34,42 @@ class CommandResult(BaseModel):
         return self.model_dump(mode="json", by_alias=True)
 
     def parts(self) -> Iterator[RenderableType]:
-        """Lines and tables for a person."""
-        raise NotImplementedError
+        """Lines and tables for a person: the fields, where a result has nothing better."""
+        table = Table("", "", box=None, show_header=False)
+        for name, value in self:
+            table.add_row(name, escape(short_repr(value)))
+        yield table
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={short_repr(value)}' for name, value in self)})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same as `parts`, with tables as tables."""
+        return "".join(html_of(part) for part in self.parts())
 
     @model_serializer(mode="wrap")
     def _without_optional(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in serialize(self).items() if value is not None or key not in self.OPTIONAL}
+
+
+def short_repr(value: Any) -> str:
+    """A value as Python writes it, a collection as how much it holds."""
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, Collection):
+        return f"<{len(value)} items>" if value else "()"
+    return f"{value:.6g}" if isinstance(value, float) else str(value) if isinstance(value, Path) else repr(value)
+
+
+def html_of(part: RenderableType) -> str:
+    """A line or a table of `parts`."""
+    if not isinstance(part, Table):
+        return f'<div style="white-space: pre-wrap">{html_escape(str(part))}</div>'
+    columns = [[html_escape(Text.from_markup(str(cell)).plain) for cell in column.cells] for column in part.columns]
+    names = [html_escape(str(column.header)) for column in part.columns]
+    head = "".join(f"<th>{name}</th>" for name in names) if part.show_header else ""
+    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in zip(*columns))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def print_result(result: CommandResult, as_json: bool) -> None:

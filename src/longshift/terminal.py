@@ -5,9 +5,11 @@ import io
 import os
 import select
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from html import escape
+from typing import Any, TextIO
 
 from longshift.errors import printable
 
@@ -54,6 +56,31 @@ def say(line: str) -> None:
     """Tell the person a line, on standard error, whether somebody reads it or not."""
     with read_or_not():
         print(f"longshift: {printable(line)}", file=sys.stderr, flush=True)
+
+
+class NotebookBar:
+    """A bar and a line in a notebook's cell, which change in place; nothing anywhere else. Mutable: what the notebook has of it."""
+
+    def __init__(self):
+        tools = sys.modules.get("IPython")  # a notebook has imported it
+        shell = tools.get_ipython() if tools else None
+        self._tools = tools if hasattr(shell, "kernel") else None
+        self._handle: Any = None
+        self._shown_s = 0.0
+
+    def show(self, line: str, done: float, total: float | None) -> None:
+        """Show a line and how much is done, at most ten times a second but for the last."""
+        is_last = total is not None and done >= total
+        if self._tools is None or (time.monotonic() - self._shown_s < 0.1 and not is_last):
+            return
+        self._shown_s = time.monotonic()
+        extent = "" if total is None else f' value="{done}" max="{total}"'
+        code = f'<code style="white-space: pre-wrap">{escape(line)}</code>'
+        data = {"text/plain": line, "text/html": f"<progress{extent}></progress> {code}"}
+        if self._handle is None:
+            self._handle = self._tools.display.display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 def _is_open(stream: TextIO) -> bool:

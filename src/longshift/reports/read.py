@@ -1,9 +1,13 @@
 """A run folder in numbers: all that the page of `longshift report` shows, and what `--json` prints."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
 
 from longshift.cluster.host import has_gpu
 from longshift.command_results import CommandResult
@@ -55,6 +59,14 @@ class RunReport(CommandResult):
     predicted: list[dict[str, Any]]
     valid: list[dict[str, Any]]
     memory: dict[str, dict[str, Any]]
+
+    def parts(self) -> Iterator[RenderableType]:
+        """The facts."""
+        table = Table("", self.name, box=None)
+        for key, value in self.facts.items():
+            if value is not None:
+                table.add_row(key, escape(f"{value:,.6g}" if isinstance(value, float) else str(value)))
+        yield table
 
 
 def read_run(path: Path) -> RunReport:
