@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from html import escape as html_escape
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,10 +35,7 @@ class CommandResult(BaseModel):
 
     def parts(self) -> Iterator[RenderableType]:
         """Lines and tables for a person: the fields, where a result has nothing better."""
-        table = Table("", "", box=None, show_header=False)
-        for name, value in self:
-            table.add_row(name, escape(short_repr(value)))
-        yield table
+        yield fields_table("", self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={short_repr(value)}' for name, value in self)})"
@@ -59,6 +56,14 @@ def short_repr(value: Any) -> str:
     if isinstance(value, Collection):
         return f"<{len(value)} items>" if value else "()"
     return f"{value:.6g}" if isinstance(value, float) else str(value) if isinstance(value, Path) else repr(value)
+
+
+def fields_table(title: str, fields: Iterable[tuple[str, Any]]) -> Table:
+    """A row for each field."""
+    table = Table("", title, box=None, show_header=bool(title))
+    for name, value in fields:
+        table.add_row(name, escape(short_repr(value)))
+    return table
 
 
 def html_of(part: RenderableType) -> str:

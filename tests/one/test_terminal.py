@@ -95,7 +95,6 @@ def test_a_line_fits_and_keeps_what_counts(step, steps, width):
     rate = r"([\d,]+ tokens/s|[\d.]+[kMG]? tok/s)"
     found = re.match(rf"(?:step )?{step.step}/{steps} +loss ([\d.]+) .*{rate} .*ETA \d+(:\d\d|d)", line)
     assert found, line
-    assert re.search(r"<= ?1K 1\.12|\d+(\.\d)? [MG]iB ", line)
     assert float(found[1]) == pytest.approx(step.loss, abs=5e-3)
 
 
@@ -117,9 +116,7 @@ def test_a_line_of_80_columns_keeps_the_time_of_each_layout_and_of_the_switch():
     assert fitted(step, 80, 80) == "step 78/80 loss 4.9877 6.93k tok/s dp4 0.10 dp2.tp2 1.12 switch 0.20 s ETA 0:02"
     assert fitted(step, 80, 90) == "step 78/80 loss 4.9877 6.93k tok/s 562 MiB dp4 0.10 dp2.tp2 1.12 switch 0.20 s ETA 0:02"
     lengths = (replace(GROUP, upto=512, seconds=0.1), GROUP)
-    assert (
-        fitted(replace(STEP, groups=lengths), 80, 80) == "step 78/80  loss 4.9877  6.93k tok/s  562 MiB  <=512 0.10 <=1K 1.12 s  ETA 0:02"
-    )
+    assert fitted(replace(STEP, groups=lengths), 80, 80) == "step 78/80 loss 4.9877 6.93k tok/s 562 MiB <=512 0.10 <=1K 1.12 s ETA 0:02"
 
 
 def test_steps_stay_on_the_screen_at_a_sane_rate(tmp_path):

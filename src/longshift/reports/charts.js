@@ -1,8 +1,8 @@
 // Draws each figure of a page from its JSON as SVG, anew whenever the toolbar or the width changes. Needs nothing from a network.
 'use strict'
 const runs = JSON.parse(document.getElementById('runs').textContent)
-const tools = document.querySelector('.tools')
-const state = { by: 0, smooth: +(tools?.querySelector('[name=smooth]').value ?? 0), logx: false, logy: false, from: -Infinity, to: Infinity }
+const tools = runs.by && Object.assign(document.createElement('nav'), { className: 'tools' })
+const state = { by: 0, smooth: runs.smooth ?? 0, logx: false, logy: false, from: -Infinity, to: Infinity }
 const H = 5.2 // pixels of a digit, more or less
 
 const figures = [...document.querySelectorAll('script.chart')].map(data => {
@@ -81,7 +81,7 @@ function draw(one) {
   one.plot.replaceChildren()
   if (!all.length) return
   const logy = (byRun ? state.logy : one.logy) && all.every(([, y]) => y > 0)
-  const ys = all.map(([, y]) => y), bottom = height - 34
+  const ys = drawn.flatMap(({ series, points }) => points.map(([, y, n]) => y * (1 + (series.band?.[n] ?? 0)))), bottom = height - 34
   const y = scale(ys, logy, one.zero, bottom, 14)
   const yTicks = ticks(y.low, y.high, logy, Math.max(2, bottom / 40))
   const left = 12 + H * 1.25 * Math.max(...yTicks.map(tick => shown(tick).length))
@@ -99,9 +99,9 @@ function draw(one) {
   const path = points => points.map(([px, py], n) => `${n ? 'L' : 'M'}${x.at(px).toFixed(1)} ${y.at(py).toFixed(1)}`).join('')
   for (const { series, points, curve } of drawn) {
     const own = `style="--c:${series.colour}"`
-    if (series.style === 'band') {
-      svg += `<path class="band" ${own} d="${path(points)}${path(points.map(([px, , n]) => [px, series.low[n]]).reverse()).replace('M', 'L')}Z"/>`
-      continue
+    if (series.band) {
+      const edge = side => points.map(([px, py, n]) => [px, py * (1 + side * (series.band[n] ?? 0))])
+      svg += `<path class="band" ${own} d="${path(edge(1))}${path(edge(-1).reverse()).replace('M', 'L')}Z"/>`
     }
     if (series.style !== 'dots') {
       if (curve !== points) svg += `<path class="line raw" ${own} d="${path(points)}"/>`
@@ -182,6 +182,12 @@ function whole() {
   tools.querySelector('button').hidden = true
 }
 if (tools) {
+  const choices = runs.by.map((name, place) => `<label><input type="radio" name="by" value="${place}"${place ? '' : ' checked'}>${name}</label>`)
+  tools.innerHTML = `<span>${choices.join('')}</span>
+    <label>smooth <input type="range" name="smooth" min="0" max="0.98" step="0.02" value="${state.smooth}"></label>
+    <label><input type="checkbox" name="logy">log y</label><label><input type="checkbox" name="logx">log x</label>
+    <button hidden>show all</button>`
+  document.querySelector('.charts').before(tools)
   tools.oninput = ({ target }) => {
     if (target.name === 'by') { state.by = +target.value; whole() }
     else state[target.name] = target.type === 'checkbox' ? target.checked : +target.value

@@ -2,33 +2,27 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from longshift.errors import UsageError
 
 DIGITS = 6  # of a number in a chart
-TOOLS = (
-    '<nav class="tools"><span>{}</span><label>smooth <input type="range" name="smooth" min="0" max="0.98" step="0.02" value="{}"></label>'
-    '<label><input type="checkbox" name="logy">log y</label><label><input type="checkbox" name="logx">log x</label>'
-    "<button hidden>show all</button></nav>"
-)
+Style = Literal["line", "dash", "dots"]
 
 
-@dataclass(frozen=True)
-class Series:
-    """A curve of a chart. `colour`: its number, which no other of the chart has; `x`: None where it is of the steps of a `run`; `low`: the
-    lower edge of a band; `texts`: of each point."""
+class Series(NamedTuple):
+    """A curve of a chart. `colour`: its number, which no other of the chart has; `x`: None where it is of the steps of a `run`; `band`: the
+    relative half-width around it; `texts`: of each point."""
 
     name: str
     y: Sequence[float | None]
     colour: int
     run: int = 0
     x: Sequence[float] | None = None
-    style: Literal["line", "dash", "dots", "band"] = "line"
-    low: Sequence[float] | None = None
+    style: Style = "line"
+    band: Sequence[float | None] | None = None
     texts: Sequence[str] | None = None
 
 
@@ -44,7 +38,7 @@ def chart(
     wide: bool = False,
 ) -> str:
     """Curves. `x`, `y`: what the axes say, None: what the toolbar chooses; `zero`: where `y` begins; `limit`: a line at this x."""
-    data = {"series": [asdict(one) for one in series], "x": x, "y": y, "logx": log, "logy": log, "zero": zero, "limit": limit}
+    data = {"series": [one._asdict() for one in series], "x": x, "y": y, "logx": log, "logy": log, "zero": zero, "limit": limit}
     text = f'<div class="keys"></div><div class="plot"></div><script type="application/json" class="chart">{_json(data)}</script>'
     return _figure(title, note, text, wide)
 
@@ -84,25 +78,14 @@ def grid(parts: Iterable[str]) -> str:
     return f'<div class="charts">{"".join(parts)}</div>'
 
 
-def toolbar(axes: Sequence[str], smooth: float) -> str:
-    """What all charts of a run obey: the quantity along, smoothing, logarithms. `smooth`: the weight of the points before, at first."""
-    choices = (
-        f'<label><input type="radio" name="by" value="{number}"{" checked" * (number == 0)}>{name}</label>'
-        for number, name in enumerate(axes)
-    )
-    return TOOLS.format("".join(choices), smooth)
-
-
-def write_page(
-    file: Path, title: str, parts: Iterable[str], axes: Sequence[str] = (), along: Sequence[Sequence[Sequence[float]]] = ()
-) -> None:
-    """Write a page. `along`: of each run, the numbers of its points by each of the `axes`. Raises UsageError where the file cannot be
-    written."""
+def write_page(file: Path, title: str, parts: Iterable[str], runs: Mapping[str, Any] | None = None) -> None:
+    """Write a page. `runs`: what its toolbar offers: the axes `by` which runs are drawn, of each run the numbers of its points along
+    them, `x`, and the weight that smoothing gives to the points before. Raises UsageError where the file cannot be written."""
     style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("charts.css", "charts.js"))
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{style}</style>'
     body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
-    data = f'<script type="application/json" id="runs">{_json({"by": axes, "x": along})}</script>'
+    data = f'<script type="application/json" id="runs">{_json(runs or {})}</script>'
     text = f'<!doctype html><html lang="en"><head>{head}</head><body>{body}\n{data}<script>{script}</script></body></html>\n'
     try:
         file.write_text(text, encoding="utf-8")
@@ -116,13 +99,5 @@ def _figure(title: str, note: str, text: str, wide: bool) -> str:
 
 def _json(data: Any) -> str:
     """JSON inside HTML, where "</script>" would end the element."""
-    return json.dumps(_rounded(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _rounded(data: Any) -> Any:
-    if isinstance(data, float):
-        short = float(f"{data:.{DIGITS}g}")
-        return int(short) if short.is_integer() else short
-    if isinstance(data, dict):
-        return {key: _rounded(value) for key, value in data.items()}
-    return [_rounded(value) for value in data] if isinstance(data, list | tuple) else data
+    short = json.loads(json.dumps(data, allow_nan=False), parse_float=lambda text: float(f"{float(text):.{DIGITS}g}"))
+    return json.dumps(short, separators=(",", ":")).replace("<", "\\u003c")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from longshift.layout.layout import Layout, format_size
 from longshift.reports.page import Series, bars, chart, folded, grid, paragraphs, write_page
+from longshift.reports.run_page import shares_of
 from longshift.trainer.auto_plan import Planned
 
 GIB = 2**30
@@ -59,9 +60,7 @@ def _charts(plan: Planned) -> Iterator[str]:
     best = plan.choice.best
     if best is not None:
         rows = plan.groups(best)
-        names = [f"to {format_size(row.upto)}: {row.layout}" for row in rows]
-        totals = {what: sum(getattr(row, what) for row in rows) or 1 for what in ("seconds", "tokens", "documents")}
-        shares = {name: {what: getattr(row, what) / total for what, total in totals.items()} for name, row in zip(names, rows)}
+        shares = shares_of({f"to {format_size(row.upto)}: {row.layout}": row for row in rows})
         yield bars("Groups", "Shares of a step: seconds, tokens and documents of each layout.", shares, "{:.1%}".format)
         lanes = {lane: {"seconds": seconds} for lane, seconds in plan.lanes(best).items()}
         yield bars("Where the seconds go", "Of the busiest stage, by lane; lanes run beside one another.", lanes, "{:.3g} s".format)

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.markup import escape
-from rich.table import Table
 
 from longshift.cluster.host import has_gpu
-from longshift.command_results import CommandResult
+from longshift.command_results import CommandResult, fields_table
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.files import read_json_object
@@ -62,11 +60,7 @@ class RunReport(CommandResult):
 
     def parts(self) -> Iterator[RenderableType]:
         """The facts."""
-        table = Table("", self.name, box=None)
-        for key, value in self.facts.items():
-            if value is not None:
-                table.add_row(key, escape(f"{value:,.6g}" if isinstance(value, float) else str(value)))
-        yield table
+        yield fields_table(self.name, ((name, value) for name, value in self.facts.items() if value is not None))
 
 
 def read_run(path: Path) -> RunReport:

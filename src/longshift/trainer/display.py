@@ -4,7 +4,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,14 +23,7 @@ FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_G
 LEAST_GAP_S = 5.0
 GAP_SHARE = 0.01
 LEAST = ("flops", "offload", "predicted", "lr", "norm")  # that a line can lack, the first one first
-NARROW = (  # gaps, and what a line in few letters lacks: the first one that has room
-    ("  ", ()),
-    (" ", ()),
-    (" ", ("memory",)),
-    (" ", ("groups",)),
-    (" ", ("groups", "skipped")),
-    (" ", ("groups", "skipped", "valid")),
-)
+LEAST_BRIEF = ("memory", "groups", "skipped", "valid")  # the same, where what is left is said in few letters
 
 
 class Display:
@@ -131,30 +124,19 @@ def fitted(step: StepMetrics, steps: int, width: int) -> str:
     """As much of `describe` as has room in `width` columns, in few letters where it must. Step, loss, tokens/s and ETA stay; the seconds of
     each layout do before memory, which the header says."""
     words = _words(step, steps)
-    for least_important in ("", *LEAST):
-        words.pop(least_important, None)
-        line = "  ".join(words.values())
-        if len(line) <= width:
+    for lacking in ("", *LEAST):
+        words.pop(lacking, None)
+        if len(line := "  ".join(words.values())) <= width:
             return line
-    words |= _brief_words(step, words)
-    for gap, lacking in NARROW:
-        line = gap.join(text for name, text in words.items() if name not in lacking)
-        if len(line) <= width:
-            return line
-    return " ".join((f"{step.step}/{steps} loss {step.loss:.4g}", words["rate"], words["memory"], words["eta"]))
-
-
-def _brief_words(step: StepMetrics, words: Mapping[str, str]) -> dict[str, str]:
-    """Those of `words` that have fewer letters."""
-    brief = {"rate": f"{_short(step.tokens_per_s).replace(' ', '')} tok/s", "memory": _memory(step.memory_bytes)}
+    words["rate"] = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s"
+    words["memory"] = _memory(step.memory_bytes)
     if "groups" in words:
-        is_same = len({group.layout for group in step.groups}) == 1
-        parts = [f"{f'<={format_size(group.upto)}' if is_same else group.layout} {group.seconds:.2f}" for group in step.groups]
-        exposed_s = sum(group.switch_exposed_s for group in step.groups)
-        brief["groups"] = " ".join([*parts, *([] if is_same else [f"switch {exposed_s:.2f}"])]) + " s"
-    if "skipped" in words:
-        brief["skipped"] = "skipped"
-    return brief
+        words["groups"] = _brief_group_words(step.groups)
+    for lacking in ("", *LEAST_BRIEF):
+        words.pop(lacking, None)
+        if len(line := " ".join(words.values())) <= width:
+            return line
+    return f"{step.step}/{steps} loss {step.loss:.4g} {words['rate']} {words['eta']}"
 
 
 def _words(step: StepMetrics, steps: int) -> dict[str, str]:
@@ -192,6 +174,13 @@ def _group_words(groups: Sequence[GroupMetrics]) -> str:
     hidden_s = sum(group.switch_hidden_s for group in groups)
     exposed_s = sum(group.switch_exposed_s for group in groups)
     return f"{by_group}; switch {hidden_s:.2f} s hidden, {exposed_s:.2f} s exposed"
+
+
+def _brief_group_words(groups: Sequence[GroupMetrics]) -> str:
+    if len({group.layout for group in groups}) == 1:
+        return " ".join(f"<={format_size(group.upto)} {group.seconds:.2f}" for group in groups) + " s"
+    by_group = " ".join(f"{group.layout} {group.seconds:.2f}" for group in groups)
+    return f"{by_group} switch {sum(group.switch_exposed_s for group in groups):.2f} s"
 
 
 def _offload_words(groups: Sequence[GroupMetrics]) -> str:

@@ -2,15 +2,15 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from longshift.command_results import fields_table, html_of
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
 
@@ -113,13 +113,8 @@ class StepMetrics:
         return f"StepMetrics(step={self.step}, loss={self.loss:.4f}, tokens_per_s={self.tokens_per_s:.0f}, seconds={self.seconds:.3g})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a row for each value that is known, and a table of the groups."""
-        rows = json.loads(self.to_json())
-        groups = rows.pop("groups")
-        tables = [[(name, value) for name, value in rows.items()]]
-        if groups:
-            tables.append([tuple(groups[0]), *(tuple(group.values()) for group in groups)])
-        return "".join(_html_table(table) for table in tables)
+        """What a notebook shows: a row for each value that is known."""
+        return html_of(fields_table("", json.loads(self.to_json()).items()))
 
     def to_json(self) -> str:
         """One line of strict JSON; a number that is not finite becomes null, and what is not known is left out."""
@@ -135,11 +130,6 @@ class StepMetrics:
         own = {metric.name for metric in fields(cls)}
         logged = {key: value for key, value in values.items() if key not in own and isinstance(value, int | float)}
         return _step_adapter().validate_python({**values, "logged": logged})
-
-
-def _html_table(rows: Sequence[Sequence[object]]) -> str:
-    cells = ("".join(f"<td>{escape(f'{cell:,.6g}' if isinstance(cell, float) else str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 @cache
