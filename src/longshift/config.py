@@ -10,6 +10,7 @@ Paths are taken from the working directory and made absolute, so that the copy o
 """
 
 import copy
+import re
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -51,8 +52,8 @@ from longshift.layout.home_tiers import TIERS, HomeTiers
 from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import Format, GradientWire, MomentFormat, PrecisionName, WeightWire, Wire, formats_of
-from longshift.spec.model import ModelSpec
-from longshift.spec.rule import OptimizerName, Rule
+from longshift.spec.model import CROSS_ENTROPY, ModelSpec
+from longshift.spec.rule import OPTIMIZERS, Rule, load_rule
 from longshift.spec.stretch import stretched
 from longshift.switch.options import SwitchOptions
 from longshift.user_code import is_object, split_object
@@ -65,6 +66,23 @@ PositiveRate = Annotated[Rate, Field(gt=0)]
 SmallestRate = Annotated[Number, Field(ge=0)]
 LEAST_BUCKET = 4 * UNITS["K"]  # below, starting a message takes longer than its bytes
 MOST_BUCKETS = 1 << 17  # of a model: a plan lists the moves of each
+OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:name
+
+
+def _name_or_object(*names: str) -> AfterValidator:
+    """Accepts these names, and the import path of an object of the user's own."""
+
+    def check(value: str) -> str:
+        if value not in names and not OBJECT.fullmatch(value):
+            near = did_you_mean(value, names, otherwise="")
+            raise ValueError(f"{shown(value)} is not one of {', '.join(names)}{near or ', nor package.module:name of your own code'}")
+        return value
+
+    return AfterValidator(check)
+
+
+LossName = Annotated[str, _name_or_object(CROSS_ENTROPY)]
+OptimizerName = Annotated[str, _name_or_object(*OPTIMIZERS)]
 
 
 StageConfig = TypedDict(
@@ -118,7 +136,10 @@ class TrainConfig(Section):
     clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
     precision: PrecisionName = Field("bf16", description="format that a step computes in; master weights are float32 or wider")
     seed: int = Field(0, ge=0, lt=2**63, description="of random weights and of the order of documents")
-    optimizer: OptimizerName = Field("adamw", description="adamw, or sgd: a moment less in the training state")
+    loss: LossName = Field(CROSS_ENTROPY, description="cross-entropy, or package.module:function of your own")
+    optimizer: OptimizerName = Field(
+        "adamw", description="adamw; sgd: a moment less in the training state; or package.module:Rule of your own"
+    )
     momentum: Annotated[Number, Field(ge=0, lt=1)] | None = Field(None, description="of sgd: 0.9 where it is not given; 0 keeps no moment")
     weight_decay: Rate = Field(0.1, ge=0, description="decay of matrices and embeddings; norms and biases do not decay")
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
@@ -153,11 +174,13 @@ class TrainConfig(Section):
     def _consistent(self) -> "TrainConfig":
         if self.stages and self.steps != (total := sum(stage["steps"] for stage in self.stages)):
             raise ValueError(f"steps is {self.steps} and the stages have {total} together; leave steps out, or change a stage's")
-        if self.optimizer == "adamw" and self.momentum is not None:
-            raise ValueError("momentum is of train.optimizer=sgd; adamw has train.betas: leave momentum out")
-        for name in ("betas", "eps") if self.optimizer == "sgd" else ():
+        instead = {"adamw": "adamw has train.betas", "sgd": "sgd has train.momentum"}
+        has = instead.get(self.optimizer, f"{self.optimizer} has numbers of its own")
+        if self.optimizer != "sgd" and self.momentum is not None:
+            raise ValueError(f"momentum is of train.optimizer=sgd; {has}: leave momentum out")
+        for name in ("betas", "eps") if self.optimizer != "adamw" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is of train.optimizer=adamw; sgd has train.momentum: leave {name} out")
+                raise ValueError(f"{name} is of train.optimizer=adamw; {has}: leave {name} out")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
         if self.warmup > self.steps:
@@ -166,8 +189,10 @@ class TrainConfig(Section):
 
     @property
     def rule(self) -> Rule:
-        """How an update changes weights."""
-        return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, 0.9 if self.momentum is None else self.momentum)
+        """How an update changes weights. Raises UsageError for code that is not there."""
+        momentum = 0.9 if self.momentum is None else self.momentum
+        kept = () if self.optimizer in OPTIMIZERS else load_rule(self.optimizer).moments
+        return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, momentum, kept)
 
 
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -340,6 +365,11 @@ class Config(Section):
     def _of_home(self) -> "Config":
         if self.home.at.auto and not isinstance(self.layout, AutoLayout):
             raise ValueError("home: auto is chosen with layout: auto; write home: device, host or disk")
+        if self.home.moments == "float8" and self.train.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                "home.moments: float8 keeps second moments as their roots, and which moments are such is known of adamw and sgd alone; "
+                "write home.moments=bf16, or leave it out"
+            )
         if self.home.moments != "float32" and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
         return self
@@ -431,9 +461,10 @@ class Config(Section):
     def spec(self) -> ModelSpec:
         """The model that is trained, in numbers."""
         rope = self.model.rope
+        spec = self.model.spec if self.train.loss == CROSS_ENTROPY else replace(self.model.spec, loss=self.train.loss)
         if rope is None:
-            return self.model.spec
-        return stretched(self.model.spec, rope.type, self.data.max_len, rope.factor, rope.theta, rope.trained)
+            return spec
+        return stretched(spec, rope.type, self.data.max_len, rope.factor, rope.theta, rope.trained)
 
     @property
     def edges(self) -> tuple[Edge, ...]:

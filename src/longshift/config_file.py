@@ -16,6 +16,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.layout.old_words import with_current_words
 from longshift.old_keys import hint, translate
 from longshift.other_tools import key_hint
+from longshift.spec.formats import formats_of
 from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
@@ -105,7 +106,9 @@ def _layout_faults(config: Config, place: str) -> Iterator[str]:
             key = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
             # Documents are cut to max_len before they are grouped.
             longest = min(edge.upto, part.data.max_len)
-            for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack, part.formats.float8):
+            # A rule of a person's own, which `Config.formats` asks, is not loaded for this.
+            float8 = formats_of(part.train.precision).float8
+            for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack, float8):
                 yield f"{place}: {stage}{key}: {fault}"
 
 

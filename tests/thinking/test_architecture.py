@@ -19,6 +19,7 @@ import longshift
 THINKING = (
     *(
         "errors",
+        "user_code",
         "terminal",
         "background",
         "temporary",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,25 @@ def test_yes_is_no_number(key):
         (["train.optimizer=sgd", "train.momentum=1"], "train.momentum: input should be less than 1"),
         (["train.optimizer=sgd", "train.betas=[0.8, 0.9]"], "betas is of train.optimizer=adamw; sgd has train.momentum: leave betas out"),
         (["train.optimizer=sgd", "train.eps=1e-6"], "eps is of train.optimizer=adamw"),
+        (["train.optimizer=muon"], "'muon' is not one of adamw, sgd, nor package.module:name of your own code"),
+        (["train.optimizer=my_rules:Lion", "train.eps=1e-6"], "eps is of train.optimizer=adamw; my_rules:Lion has numbers"),
+        (["train.optimizer=my_rules:Lion", "train.momentum=0.8"], "momentum is of train.optimizer=sgd; my_rules:Lion has numbers"),
+        (["train.optimizer=my_rules:Lion", "home.moments=float8"], "float8 keeps second moments as their roots"),
+        (["train.loss=entropy"], "'entropy' is not one of cross-entropy; did you mean 'cross-entropy'?"),
+        (["train.loss=my.losses"], "'my.losses' is not one of cross-entropy, nor package.module:name of your own code"),
     ],
 )
 def test_numbers_of_another_optimizer_are_refused(changes, told):
     (line,) = faults(GOOD, *changes)
     assert told in line
+
+
+def test_config_of_a_users_own_code_is_read_without_it():
+    """As for an export. Only what needs the moments, or plays the loss, loads it."""
+    config = parse_config(GOOD, ["train.loss=gone:loss", "train.optimizer=gone:Rule"])
+    assert config.spec == replace(config.model.spec, loss="gone:loss")
+    with pytest.raises(UsageError, match="gone:Rule cannot be loaded: ModuleNotFoundError"):
+        _ = config.formats
 
 
 def test_a_moment_is_there_where_its_optimizer_has_it():

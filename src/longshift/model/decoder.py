@@ -33,8 +33,9 @@ from longshift.model.functions import (
 )
 from longshift.model.kernels import FLASH, Kernel, capped
 from longshift.model.loss import CrossEntropySum
+from longshift.model.token_loss import TokenLossSum, token_loss
 from longshift.schedule.sequence import TokenOrder
-from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.model import CROSS_ENTROPY, ModelSpec, Rope
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Ops:
         self.heads = range(spec.heads)
         self.kv_heads = range(spec.kv_heads)
         self.vocab_first = 0
+        self.token_loss = None if spec.loss == CROSS_ENTROPY else token_loss(spec.loss, spec.vocab)
 
     def keeping(self, kept: list[Tensor] | None) -> Self:
         """The same, with `kept` of `model.attention.Attention`."""
@@ -110,7 +112,9 @@ class Ops:
         return F.embedding(tokens_T, weight_VD)
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
-        """Sum of the cross-entropies of the target tokens."""
+        """Sum of the losses of the target tokens."""
+        if self.token_loss is not None:
+            return TokenLossSum.apply(logits_TV, labels_T, self.token_loss, alone, alone)  # pyright: ignore[reportReturnType]
         return CrossEntropySum.apply(logits_TV, labels_T, 0, alone, alone, by)  # pyright: ignore[reportReturnType]
 
 
@@ -315,7 +319,7 @@ class Block(Unit):
 
 
 class Head(Unit):
-    """The residual stream to the sum of the target tokens' cross-entropies."""
+    """The residual stream to the sum of the target tokens' losses."""
 
     def logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         """Logits [T, V_i] of this rank's slice of the vocabulary."""
@@ -365,7 +369,7 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, micro: MicroBatch, ops: Ops) -> Tensor:
-        """The sum of the target tokens' cross-entropies. Every unit is called: a wrapper such as FSDP hangs on its call."""
+        """The sum of the target tokens' losses. Every unit is called: a wrapper such as FSDP hangs on its call."""
         x = None
         for unit in self.units:
             x = unit(x, micro, ops)

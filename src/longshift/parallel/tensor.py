@@ -9,7 +9,7 @@ the tokens, so that every weight's gradient, the uncut norms' too, is a partial 
     x[T_t, D] ─ norm ─ all-gather ─ [T, D] W[F_t, D] ─ [T, F_t] ─ W[D, F_t] ─ partial [T, D] ─ reduce-scatter ─ x[T_t, D]
 
 Bytes in and out of a rank, per block: forward 2 all-gathers and 2 reduce-scatters of T*D*(t-1)/t elements; backward the same.
-The loss moves three numbers a token.
+The loss moves three numbers a token; a loss of the user's own moves logits, of which every rank then has whole rows.
 """
 
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor
 from longshift.dist.collectives import GatherTokens, Group, ScatterTokens
 from longshift.model.functions import WRITTEN_OUT, Elementwise
 from longshift.model.loss import CrossEntropySum
+from longshift.model.token_loss import CheckedLoss, TokenLossSum
 from longshift.parallel.seams import LayoutOps
+from longshift.spec.model import share
 
 
 class TensorSeams(LayoutOps):
@@ -43,6 +45,8 @@ class TensorSeams(LayoutOps):
         return embed(weight_VD, tokens_T, self.vocab_first, self.tensor_group)
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
+        if self.token_loss is not None:
+            return token_loss_sum(logits_TV, labels_T, self.token_loss, self.spec.vocab, self.tensor_group)
         return loss(logits_TV, labels_T, self.vocab_first, self.tensor_group, by)
 
 
@@ -70,3 +74,25 @@ def loss(logits: Tensor, labels_T: Tensor, first: int, group: Group, by: Element
         return group.all_reduce(x, dist.ReduceOp.MAX)
 
     return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce, by)  # pyright: ignore[reportReturnType]
+
+
+def token_loss_sum(logits: Tensor, labels_T: Tensor, function: CheckedLoss, vocab: int, group: Group) -> Tensor:
+    """Sum of a token loss over a head cut by vocabulary. Every rank computes the whole rows, and takes the gradient of its columns."""
+    first, stop = share(vocab, group.size, group.index)
+
+    def whole(logits_TV: Tensor) -> Tensor:
+        return gather_columns(logits_TV, vocab, group)
+
+    def own(grad_TV: Tensor) -> Tensor:
+        return grad_TV[:, first:stop].contiguous()  # a view would keep all columns
+
+    return TokenLossSum.apply(logits, labels_T, function, whole, own)  # pyright: ignore[reportReturnType]
+
+
+def gather_columns(x: Tensor, total: int, group: Group) -> Tensor:
+    """[T, V_i] on each rank -> [T, V] on all; narrower shares are filled up for the way."""
+    widths = [stop - first for first, stop in (share(total, group.size, index) for index in range(group.size))]
+    filled = F.pad(x, (0, widths[0] - x.shape[1]))
+    parts = x.new_empty((group.size, *filled.shape))
+    group.all_gather(parts, filled.contiguous()).wait()
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths)], dim=1)

@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -185,8 +185,8 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied,
         **(_gpt2_keys(spec) if spec.family == "gpt2" else _llama_like_keys(spec)),
     }
-    # Read back, because a key that a family lacks would be lost without a word.
-    back = from_hugging_face(config)
+    # Read back, because a key that a family lacks would be lost without a word. How it was trained is not of the model.
+    back = replace(from_hugging_face(config), loss=spec.loss)
     lost = [f.name for f in fields(spec) if getattr(spec, f.name) != getattr(back, f.name)]
     if lost:
         changes = ", ".join(f"{name}={getattr(spec, name)!r} (would become {getattr(back, name)!r})" for name in lost)

@@ -99,6 +99,7 @@ class Param:
         return prod(self.shape)
 
 
+CROSS_ENTROPY = "cross-entropy"
 LOSS_ROWS = 1024  # fewer make small matmuls, and the head's weights and the sum of their gradients are read once for each block
 
 
@@ -146,6 +147,7 @@ class ModelSpec:
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()  # patterns of names of weights that are not trained
     loss_rows: int = LOSS_ROWS  # rows of a rank that have logits at one time, at the least; not part of the function
+    loss: str = CROSS_ENTROPY  # or "package.module:name" of a function that gives each token's loss
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -3,31 +3,69 @@
     adamw    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g²;  w -= lr (m̂ / (sqrt(v̂) + eps) + decay w)     arXiv 1711.05101
     sgd      m = momentum m + g + decay w;  w -= lr m                                                    torch.optim.SGD
 
-Both are torch's own. A moment is a vector of home's format that is kept for every trained weight, under torch's name for it.
+Both are torch's own. A moment is a vector of home's format that is kept for every trained weight, under torch's name for it. Any other
+name, "package.module:Rule", is that of a rule of the user's own (`state.user_rule`).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Any
 
-OptimizerName = Literal["adamw", "sgd"]
+from longshift.errors import UsageError
+from longshift.user_code import load_object
+
+KEY = "train.optimizer"
+OPTIMIZERS = ("adamw", "sgd")
+TAKEN = ("master", "grad")  # kinds of vectors that home has beside moments
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`betas`, `eps`: of adamw; `momentum`: of sgd. Weight decay is of matrices alone, not of norms and biases."""
+    """`betas`, `eps`: of adamw; `momentum`: of sgd; `kept`: moments of a rule of the user's own. Weight decay is of matrices alone, not of
+    norms and biases."""
 
-    name: OptimizerName = "adamw"
+    name: str = "adamw"
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.9
+    kept: tuple[str, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a rule of the user's own."""
+        return self.name not in OPTIMIZERS
 
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the moments; none of sgd without momentum."""
+        if self.is_own:
+            return self.kept
         if self.name == "adamw":
             return "exp_avg", "exp_avg_sq"
         return ("momentum_buffer",) if self.momentum else ()
 
     def __str__(self) -> str:
+        if self.is_own:
+            return self.name
         return "AdamW" if self.name == "adamw" else "SGD with momentum" if self.momentum else "SGD"
+
+
+@lru_cache(maxsize=16)
+def load_rule(text: str) -> Any:
+    """The rule of the user's own that a config names: an object, or one of the class, with `moments` and `update`. Raises UsageError."""
+    found = load_object(text, KEY)
+    try:
+        rule = found() if isinstance(found, type) else found
+    except Exception as fault:
+        raise UsageError(f"{KEY}: {text} is a class that cannot be made without arguments: {fault}; name an object of it") from fault
+    moments: Any = getattr(rule, "moments", None)
+    is_named = isinstance(moments, tuple) and all(isinstance(name, str) and name.isidentifier() for name in moments)
+    if not is_named or len({*moments, *TAKEN}) < len(moments) + len(TAKEN):
+        raise UsageError(
+            f"{KEY}: {text} needs moments: a tuple of the names of the vectors that it keeps for each weight, such as ('momentum',), each "
+            f"once and none of them {' or '.join(TAKEN)}; it has {moments!r}"
+        )
+    if not callable(getattr(rule, "update", None)):
+        raise UsageError(f"{KEY}: {text} has no method update(weight, gradient, moments, step, lr, weight_decay)")
+    return rule

@@ -1,7 +1,7 @@
 """The update at home, by one of the rules of `spec.rule`, after one global clip, and the learning-rate schedule.
 
-torch's fused kernels run over the flat vectors of home: norms and biases do not decay. The gradient norm is one number for the whole
-model: every element counts once, whatever the layout.
+torch's fused kernels, or a rule of the user's own, run over the flat vectors of home: norms and
+biases do not decay. The gradient norm is one number for the whole model: every element counts once, whatever the layout.
 """
 
 import math
@@ -21,6 +21,7 @@ from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
 from longshift.state.moments import SCALE, converted
 from longshift.state.records import in_memory
+from longshift.state.user_rule import RuleOptimizer, tried_rule, update_in_pieces
 
 Read = Callable[[str, str, Box], Tensor]
 
@@ -65,6 +66,7 @@ class Optimizer:
 
     def __init__(self, home: Home, rule: Rule):
         assert home.moments == rule.moments
+        assert not rule.is_own or tried_rule(rule.name).moments == rule.moments
         self.home = home
         self.rule = rule
         self.steps = 0
@@ -90,7 +92,7 @@ class Optimizer:
     @property
     def _divides(self) -> bool:
         """Whether torch's kernels may apply the factor: they divide by a float32 number, which saves a pass over the gradients."""
-        return all(shard.master.dtype == torch.float32 for shard in self.home.learning)
+        return not self.rule.is_own and all(shard.master.dtype == torch.float32 for shard in self.home.learning)
 
     def update(self, lr: float, factor: float = 1.0) -> None:
         """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
@@ -140,7 +142,7 @@ class Optimizer:
     def update_early(self, unit: int, lr: float) -> None:
         """The part of the next update for a unit on disk, as if its factor were 1. Masters and moments are in memory, and go to second
         places in the file. Gradients stay, for an update with another factor would take them."""
-        self._apply(self._of({unit}), lr, 1.0)
+        self._apply(self._of({unit}), lr, 1.0, self.steps + 1)
         self._early.add(unit)
 
     def update_unit(self, unit: int) -> None:
@@ -153,11 +155,12 @@ class Optimizer:
 
     def _update(self, shards: Sequence[Shard]) -> None:
         if self._factor is not None:
-            self._apply(shards, self._lr, self._factor)
+            self._apply(shards, self._lr, self._factor, self.steps)
         for shard in shards:
             shard.grad = None
 
-    def _apply(self, shards: Sequence[Shard], lr: float, factor: float) -> None:
+    def _apply(self, shards: Sequence[Shard], lr: float, factor: float, step: int) -> None:
+        """The update of number `step`, from 1, with the gradients of some shards times `factor`."""
         grads = {id(shard): shard.grad for shard in shards}
         if factor != 1.0 and not self._divides:
             for grad in grads.values():
@@ -172,7 +175,10 @@ class Optimizer:
                 key = (part.decay, part.master.device)
                 groups.setdefault(key, []).append((part, grad[part.place]))
         for (decay, _), pairs in groups.items():
-            _fused(self.rule, lr, decay, pairs, factor)
+            if self.rule.is_own:
+                _own_update(self.rule, lr, decay, pairs, step)
+            else:
+                _fused(self.rule, lr, decay, pairs, factor)
 
     def resume(self, steps: int) -> None:
         """Take `steps` as done: AdamW's bias correction depends on it."""
@@ -266,9 +272,19 @@ def _fused(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tens
         )
 
 
+def _own_update(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], step: int) -> None:
+    """Update parts that decay alike by a rule of the user's own."""
+    own_rule = tried_rule(rule.name)
+    for part, grad in pairs:
+        moments = dict(zip(rule.moments, part.moments))
+        update_in_pieces(own_rule, part.master, grad, moments, step, lr, decay)
+
+
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
-    """torch's optimizer of a rule, over parameters or groups of them with a weight decay of their own; its kernels fused, or one operation
-    after another."""
+    """torch's optimizer of a rule, or a rule of the user's own as one, over parameters or groups of them with a weight decay of their own;
+    its kernels fused, or one operation after another."""
+    if rule.is_own:
+        return RuleOptimizer(tried_rule(rule.name), params, lr=0.0, weight_decay=rule.weight_decay)
     # Both take the same words; `foreach` beside `fused` would be refused.
     options = {"lr": 0.0, "weight_decay": rule.weight_decay, "fused": fused}
     if not fused:

@@ -22,13 +22,14 @@ from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.functions import Elementwise
 from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
-from longshift.spec.model import ModelSpec
+from longshift.spec.model import CROSS_ENTROPY, ModelSpec
 from longshift.spec.rule import Rule
 from longshift.state.home import Home, Source
 from longshift.state.optimizer import Schedule, decay_groups, torch_optimizer
 from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
+from longshift.user_code import load_object
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,12 @@ class Definition(Ops):
         return torch.einsum("nqk,knh->qnh", scores_NTT.masked_fill(~seen_TT, -math.inf).softmax(dim=-1), v_TNH)
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
-        """The sum of the cross-entropies of the target tokens, in nats."""
+        """The sum of the losses of the target tokens; cross-entropies in nats."""
+        if self.spec.loss != CROSS_ENTROPY:
+            target = labels_T != IGNORE
+            if not target.any():
+                return 0.0 * logits_TV.sum()
+            return load_object(self.spec.loss, "train.loss")(logits_TV[target], labels_T[target]).sum()
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
 
 

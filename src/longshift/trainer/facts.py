@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from longshift.errors import CheckpointError, UsageError
 from longshift.model.kernels import Kernel
 from longshift.spec.formats import MomentFormat, PrecisionName
 from longshift.spec.model import ModelSpec, Rope
-from longshift.spec.rule import OptimizerName, Rule
+from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.manifest import TYPES
 from longshift.state.moments import saved_moments
@@ -37,15 +37,18 @@ class Part(BaseModel):
 
 
 class SavedTrain(Part):
-    """`optimizer`, `momentum`: as in `config.TrainConfig`; checkpoints from before there were two have moments of AdamW."""
+    """`optimizer`, `momentum`: as in `config.TrainConfig`; checkpoints from before there were two have moments of AdamW.
+    `moments`: of a rule of the user's own, whose code need not be here."""
 
     precision: PrecisionName
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     momentum: float | None = None
+    moments: tuple[str, ...] = ()
 
     @property
     def rule(self) -> Rule:
-        return Rule(self.optimizer) if self.momentum is None else Rule(self.optimizer, momentum=self.momentum)
+        rule = Rule(self.optimizer, kept=self.moments)
+        return rule if self.momentum is None else replace(rule, momentum=self.momentum)
 
 
 class SavedHome(Part):
@@ -107,13 +110,15 @@ class Facts(Part):
 
     @classmethod
     def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: ChosenKernel, loss: float) -> "Facts":
+        values = config.model_dump(mode="json")
+        values["train"] |= {"moments": config.train.rule.kept}
         return cls(
             cursor=state.cursor,
             updates=state.optimizer.steps,
             loss_scale=(state.scale.scale, state.scale.good_steps) if state.scale else None,
             layout=" > ".join(str(edge.use) for edge in config.edges),
             model=asdict(config.spec),
-            config=SavedConfig.model_validate(config.model_dump(mode="json")),
+            config=SavedConfig.model_validate(values),
             fingerprints=fingerprints,
             attention=attention,
             base=state.base,

@@ -1,0 +1,139 @@
+"""An optimizer rule of a user's own: arithmetic on flat vectors of weights, gradients and moments, element by element.
+
+[Note: what a rule may do] Home cuts weights anywhere, lays them end to end, and updates them in any order, some before the norm is known.
+So an element's update depends on its own weight, gradient and moments, on the step and on the rates: no norm of a weight, no shape, no
+neighbour. What a rule remembers is in its moments, which are moved, packed, saved and resumed; gradients stay as they are, for an early
+update may be made again. All of it is tried once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshift.errors import UsageError
+from longshift.spec.rule import KEY, load_rule
+
+PIECE = 1 << 22  # elements that are updated at one time: a rule's temporaries are no larger
+TRIED = 64  # elements on which a rule is tried
+TRIED_STEPS = 4
+TRIED_LR, TRIED_DECAY = 0.01, 0.1
+TOLERANCE = 1e-9  # relative
+
+
+def update_in_pieces(
+    rule: Any,
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Mapping[str, Tensor],
+    step: int,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """Update flat vectors in place. `step`: of the update, from 1."""
+    for start in range(0, len(weight), PIECE):
+        piece = slice(start, start + PIECE)
+        of_piece = {name: moment[piece] for name, moment in moments.items()}
+        rule.update(weight[piece], gradient[piece], of_piece, step, lr, weight_decay)
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """A rule as an optimizer of torch: a weight after another, each as a whole. `longshift check` compares layouts with it."""
+
+    def __init__(self, rule: Any, params: Any, lr: float, weight_decay: float):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._rule = rule
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state |= {name: torch.zeros_like(weight) for name in self._rule.moments} | {"step": 0}
+                state["step"] += 1
+                moments = {name: state[name].view(-1) for name in self._rule.moments}
+                gradient = weight.grad.reshape(-1)
+                self._rule.update(weight.view(-1), gradient, moments, state["step"], group["lr"], group["weight_decay"])
+
+
+@lru_cache(maxsize=16)
+def tried_rule(text: str) -> Any:
+    """The rule that a config names "package.module:Rule", tried on random vectors. Raises UsageError where it is not elementwise, or
+    remembers something outside its moments."""
+    trial = RuleTrial(text)
+    trial.run()
+    return trial.rule
+
+
+class RuleTrial:
+    """A rule on random vectors, cut in several ways. `text`: its name in the config."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.rule = load_rule(text)
+        generator = torch.Generator().manual_seed(0)
+        self.start, *self.gradients = torch.randn(1 + TRIED_STEPS, TRIED, generator=generator, dtype=torch.float64)
+
+    def run(self) -> None:
+        """Raises UsageError that says what the rule may not do."""
+        elements = torch.arange(TRIED)
+        parts = elements.split([1, TRIED // 2 - 1, TRIED // 2])
+        generator = torch.Generator().manual_seed(1)
+        try:
+            whole = self._trained([elements])
+            again = self._trained([elements], copies=True)
+            one_by_one = torch.stack([self._trained([part]) for part in parts]).sum(0)
+            mixed = self._trained([torch.randperm(TRIED, generator=generator)])
+            in_turn = self._trained(parts)
+            self._trained([elements], dtype=torch.float32)
+        except UsageError:
+            raise
+        except Exception as fault:
+            line = next(iter(str(fault).splitlines()), "")
+            raise self._fault(f"fails on random vectors of {TRIED} elements: {type(fault).__name__}: {line}") from fault
+        self._compare(again, whole, "remembers something outside its moments, or draws random numbers: the same updates differ")
+        self._compare(one_by_one, whole, "is not elementwise: parts of a vector are updated otherwise than the whole")
+        self._compare(mixed, whole, "is not elementwise: the order of a vector's elements changes their updates")
+        self._compare(in_turn, whole, "remembers something outside its moments: vectors that are updated in turn differ from each alone")
+
+    def _trained(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float64, copies: bool = False) -> Tensor:
+        """Weight and moments [1 + moments, TRIED] after some steps, zero where no part is. `parts`:
+        indices of the elements of each vector; `copies`: every step has vectors of its own."""
+        vectors = []
+        for part in parts:
+            moments = [torch.zeros(len(part), dtype=dtype) for _ in self.rule.moments]
+            vectors.append([self.start[part].to(dtype), *moments])
+        for step, gradient in enumerate(self.gradients, 1):
+            for number, part in enumerate(parts):
+                if copies:
+                    vectors[number] = [vector.clone() for vector in vectors[number]]
+                self._update(*vectors[number], gradient=gradient[part].to(dtype), step=step)
+        result = torch.zeros(1 + len(self.rule.moments), TRIED, dtype=torch.float64)
+        for part, of_part in zip(parts, vectors):
+            result[:, part] = torch.stack(of_part).double()
+        return result
+
+    def _update(self, weight: Tensor, *moments: Tensor, gradient: Tensor, step: int) -> None:
+        named = dict(zip(self.rule.moments, moments))
+        weight_before = weight.clone()
+        gradient_before = gradient.clone()
+        self.rule.update(weight, gradient, named, step, TRIED_LR / step, TRIED_DECAY)
+        if weight.equal(weight_before):
+            raise self._fault("does not change the weight: update it in place, as with weight.add_(...)")
+        if not gradient.equal(gradient_before):
+            raise self._fault("changes the gradient, which an update may need again; compute on a copy")
+        if list(named) != list(self.rule.moments) or any(x is not y for x, y in zip(named.values(), moments)):
+            raise self._fault('puts other tensors into its moments: change them in place, as with moments["m"].mul_(...)')
+
+    def _compare(self, found: Tensor, whole: Tensor, why: str) -> None:
+        difference = float((found - whole).abs().max() / whole.abs().max().clamp_min(1.0))
+        if not difference <= TOLERANCE:
+            raise self._fault(f"{why} (by {difference:.1g} after {TRIED_STEPS} steps)")
+
+    def _fault(self, why: str) -> UsageError:
+        return UsageError(f"{KEY}: {self.text} {why}")
