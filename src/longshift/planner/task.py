@@ -66,7 +66,7 @@ class Task:
     def fixed_fields(self) -> dict[str, Sequence[int | str]]:
         """What is fixed, by field of a layout."""
         fields = number_fields()
-        return {fields[word]: values for word, values in self.fixed.items()}
+        return {fields.get(word, word): values for word, values in self.fixed.items()}
 
     @property
     def formats(self) -> Format:
