@@ -66,7 +66,12 @@ Steps = Generator[StepMetrics, None, None]
 
 
 def train(
-    config: Config | str | Path, *overrides: str, resume: bool = False, crowded: bool = False, on_step: "OnStep | str | None" = None
+    config: Config | str | Path,
+    *overrides: str,
+    resume: bool = False,
+    crowded: bool = False,
+    on: str | None = None,
+    on_step: "OnStep | str | None" = None,
 ) -> Iterator[StepMetrics]:
     """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each step's metrics; checkpoints and the run
     folder are looked after.
@@ -76,8 +81,9 @@ def train(
 
     `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for the overrides, and what the file has
     otherwise is told on standard error; a Config is meant as it is, and what it changes is told. `crowded`: start more ranks than this
-    machine's cores and memory are made for. `on_step`: what `train.on_step` is in a config, or, where this process trains alone, the
-    function itself (docs/extending.md). Raises LongshiftError."""
+    machine's cores and memory are made for. `on`: "ray", or "ray:4" for 4 devices: ranks start on a Ray cluster, and again on the devices
+    that are left after a loss; then steps since the newest checkpoint come again. `on_step`: what `train.on_step` is in a config, or,
+    where this process trains alone, the function itself (docs/extending.md). Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
     if isinstance(on_step, str):
@@ -90,15 +96,15 @@ def train(
         named(run, tell)
     elif resume:
         run = going_on(run, Path(str(config)), overrides, tell)
-    if on_step is not None and (isinstance(run.layout, AutoLayout) or run.world > 1):
+    if on_step is not None and (on or isinstance(run.layout, AutoLayout) or run.world > 1):
         raise UsageError("on_step is a function of this process, and others train: put it into a module, as in on_step='my_module:watch'")
-    if not isinstance(run.layout, AutoLayout):
+    if not on and not isinstance(run.layout, AutoLayout):
         run = with_choices(run, tell)
         if run.world == 1 or launched():
             folder = prepare(run, resume, own_rank(), alone=not launched())
             yield from _shown(run, run_rank(run, folder, resume, on_step=on_step))
             return
-    yield from _shown(run, _run_workers(run, resume, crowded))
+    yield from _shown(run, _run_workers(run, resume, crowded, on))
 
 
 def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
@@ -353,7 +359,7 @@ def _shown(config: Config, steps: Steps) -> Steps:
             yield step
 
 
-def _run_workers(config: Config, resume: bool, crowded: bool) -> Steps:
+def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) -> Steps:
     """The steps of `longshift train` in a process of its own, whose JSON lines are read back."""
     with temporary_folder() as folder:
         file = folder / "config.yaml"
@@ -362,6 +368,8 @@ def _run_workers(config: Config, resume: bool, crowded: bool) -> Steps:
         command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json"]
         if crowded:
             command.append("--crowded")
+        if on:
+            command += ["--on", on]
         if resume:
             command += [*named(config, silent), "--resume"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")

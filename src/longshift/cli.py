@@ -29,9 +29,12 @@ from longshift.spec.formats import WeightFormat
 from longshift.terminal import open_streams, read_or_not, say, silent
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from longshift.config import Config
     from longshift.dist.ranks import Seed
     from longshift.trainer.plan_file import PlanFile
+    from longshift.trainer.ray_launch import RayDevices
     from longshift.trainer.run_folder import RunFolder
 
 if FIRST_HANDLER is signal.default_int_handler:
@@ -118,15 +121,19 @@ def train(
     explain: bool = False,
     trace: Path | None = None,
     crowded: bool = False,
+    on: str | None = None,
+    restarts: int = 3,
     json: Json = False,
 ) -> None:
-    """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment.
+    """Train. Starts the layout's workers on this machine, or on a Ray cluster; under torchrun, takes its place from the environment.
 
     Args:
         resume: continue from the newest checkpoint in save.dir; --resume=auto: if there is one
         explain: say what a step will insert, prune, move and need, and stop
         trace: a file for what rank 0 plays in its first step, to open in ui.perfetto.dev
         crowded: start more ranks than this machine's cores and memory are made for
+        on: ray, or ray:4 for 4 devices: start ranks on a Ray cluster, and again on the devices that are left after a loss
+        restarts: with --on, how many times in a row to start again without a new checkpoint
     """
     from longshift.config_file import load_config
 
@@ -146,14 +153,23 @@ def train(
     from longshift.trainer.run_folder import RunFolder
 
     # 1. A process that ranks are forked from imports what they need, while this one finds out what runs.
-    may_start_ranks = world is None and (isinstance(run.layout, AutoLayout) or run.world > 1)
-    with Seed(_load, _work) if may_start_ranks and not explain and forks_ranks() else nullcontext() as seed:
+    may_start_ranks = world is None and not on and (isinstance(run.layout, AutoLayout) or run.world > 1)
+    with (
+        Seed(_load, _work) if may_start_ranks and not explain and forks_ranks() else nullcontext() as seed,
+        _ray_devices(on, run, resume or resume_auto, crowded) if on and not explain else nullcontext() as devices,
+    ):
         console = Console(highlight=False)
         header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
         header.begin(run, config)
         resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
+        if devices is not None and isinstance(run.layout, AutoLayout):
+            overrides = (*overrides, devices.auto_override(run.layout))
+            run = load_config(config, overrides)
         if resume:
             run = going_on(run, config, overrides, say if rank == 0 else silent)
+        if devices is not None:
+            run = devices.fit(run, resume, say)
+        fitted = run
         run, plan = _resolve_layout(run)
         run = api.with_choices(run, say)
         if explain:
@@ -168,8 +184,10 @@ def train(
             header.data(run, api.open_tokens(run, verify=False).lengths)  # the ranks verify
         header.run(run, plan, folder, resume)
 
-        # 3. Train: in ranks that start here, or as one of a launcher's.
-        if world is None and run.world > 1:
+        # 3. Train: in ranks that start here or on a Ray cluster, or as one of a launcher's.
+        if devices is not None:
+            _launch_on_ray(fitted, run, folder, resume, json, trace, devices, restarts)
+        elif world is None and run.world > 1:
             _launch(run, folder, resume, json, trace, seed, crowded)
         else:
             if seed:
@@ -432,13 +450,9 @@ def _launch(
     """Train in ranks of this machine, forked from `seed` where there is one."""
     from longshift.trainer.launch import launch
 
-    command = ["worker", str(folder.path)]
+    command = _worker_words(folder, json, trace)
     if resume:
         command.append("--resume")
-    if json:
-        command.append("--json")
-    if trace:
-        command += ["--trace", str(trace)]
     if not seed:
         command = [sys.executable, "-m", "longshift.cli", *command]
     launch(
@@ -470,6 +484,58 @@ def _open_folder(run: "Config", plan: "PlanFile | None", rank: int, world: int |
     if rank == 0:
         keep(plan, folder.path, resume)
     return folder
+
+
+def _worker_words(folder: "RunFolder", json: bool, trace: Path | None) -> list[str]:
+    """The command of a rank, which may be told to resume."""
+    return ["worker", str(folder.path), *["--json"] * json, *(["--trace", str(trace)] if trace else [])]
+
+
+def _launch_on_ray(
+    given: "Config", run: "Config", folder: "RunFolder", resume: bool, json: bool, trace: Path | None, devices: "RayDevices", restarts: int
+) -> None:
+    """Train in ranks on the devices of a Ray cluster. `given`: the run's config, whose layout may still be `auto`."""
+    from longshift import api
+    from longshift.trainer.fewer_ranks import fit_ranks
+    from longshift.trainer.ray_launch import RayRun
+
+    def refit(left: int) -> "tuple[Config, PlanFile | None]":
+        fitted, plan = _resolve_layout(fit_ranks(given, left))
+        return api.with_choices(fitted, say), plan
+
+    RayRun(devices, folder, _worker_words(folder, json, trace), refit, restarts, say).train(run, resume)
+
+
+def _ray_devices(on: str, run: "Config", resume: bool, crowded: bool) -> "AbstractContextManager[RayDevices]":
+    """As many devices as `on` says, of the Ray cluster that the environment names, or of this machine. Raises UsageError without Ray, in a
+    process that has a launcher, and where a run that begins has another number of ranks."""
+    from secrets import token_hex
+
+    from longshift import api
+    from longshift.cluster.host import core_count
+    from longshift.layout.auto_layout import AutoLayout
+
+    place, colon, count = on.partition(":")
+    if place != "ray" or (colon and not (count.isdecimal() and int(count))):
+        raise UsageError(f"--on {on}: write --on ray, or --on ray:4 for 4 devices")
+    if _place()[1] is not None:
+        raise UsageError(f"--on ray starts all ranks, and this process is one of a launcher's. {_place_in_words()}")
+    asked = int(count) if count else None
+    if not resume and not isinstance(run.layout, AutoLayout):
+        api.check_layouts(run, asked)
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        # Ray reads these when it is imported: nothing listens beyond loopback, nobody else connects, and nothing is reported.
+        os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0")
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token_hex(32))
+    try:
+        from longshift.trainer.ray_launch import connect
+    except ImportError as fault:
+        if fault.name != "ray":
+            raise
+        raise UsageError("--on ray needs a package: pip install 'longshift[ray]'") from None
+    ranks = asked or ((run.layout.ranks or core_count()) if isinstance(run.layout, AutoLayout) else run.world)
+    return connect(None if address == "local" else address, asked, ranks, crowded)
 
 
 def _load() -> None:

@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch.distributed.run
 import yaml
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
+from skypilot_schema import TASK
 
 import longshift as ls
 from longshift import cli
@@ -98,6 +102,63 @@ def test_the_kubernetes_file_is_a_service_and_a_job_that_fit_each_other(tmp_path
     assert int(asked.nnodes) == spec["completions"]
     assert int(asked.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert asked.rdzv_endpoint.partition(":")[0] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [("2", "8"), ("3", "4")])
+def test_a_skypilot_task_keeps_its_schema_and_the_world_follows_the_machines(programs, tmp_path, monkeypatch, nodes, gpus):
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    jsonschema.validate(task, TASK)
+    (folder,) = task["volumes"]
+    script = task["run"].replace(f"cd {folder}\n", f"cd {tmp_path}\n")
+    assert script != task["run"]
+    given = {"PATH": f"{programs}:{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_TASK_ID": "sky-7"}
+    given |= {"SKYPILOT_NUM_NODES": nodes, "SKYPILOT_NUM_GPUS_PER_NODE": gpus}
+    words = subprocess.run(["bash", "-c", script], env=given, capture_output=True, text=True, check=True).stdout.splitlines()
+    asked = fits(words, tmp_path, monkeypatch)
+    assert (asked.nnodes, asked.nproc_per_node, asked.rdzv_endpoint, asked.rdzv_id) == (nodes, gpus, "10.0.0.1:29500", "sky-7")
+    assert asked.training_script_args[-1] == "--resume=auto"
+
+
+@pytest.mark.parametrize("wrong", [{"num_nodes": "2"}, {"resources": {"accelerator": "H100:8"}}, {"node": 2}])
+def test_the_schema_of_skypilot_refuses_what_it_does_not_know(wrong):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load((LAUNCH / "skypilot.yaml").read_text()) | wrong, TASK)
+
+
+def as_kubeflow_reads(kind: Any, given: dict) -> dict:
+    """What the API's own model makes of an object, which drops keys that it does not know."""
+    return kind.from_dict(given).to_dict()
+
+
+def test_the_kubeflow_file_is_a_runtime_and_a_trainjob_that_keep_their_schemas_and_fit_each_other(tmp_path, monkeypatch):
+    runtime, job = yaml.safe_load_all((LAUNCH / "kubeflow.yaml").read_text())
+    assert as_kubeflow_reads(TrainerV1alpha1TrainingRuntime, runtime) == runtime
+    assert as_kubeflow_reads(TrainerV1alpha1TrainJob, job) == job
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert runtime["apiVersion"] == job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert replicated["name"] == container["name"] == "node"  # which the job's trainer changes
+    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+    trainer = job["spec"]["trainer"]
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    program, *words = trainer["command"]
+    monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))  # as Kubeflow does, for torchrun
+    monkeypatch.setenv("PET_NPROC_PER_NODE", str(trainer["numProcPerNode"]))
+    asked = fits(words, tmp_path, monkeypatch)
+    assert (program, asked.nnodes, asked.nproc_per_node) == ("torchrun", "2", "8")
+    assert asked.training_script_args[-1] == "--resume=auto"
+
+
+def test_the_schema_of_kubeflow_refuses_what_it_does_not_know():
+    _, job = yaml.safe_load_all((LAUNCH / "kubeflow.yaml").read_text())
+    job["spec"]["trainer"]["nodes"] = 2
+    assert as_kubeflow_reads(TrainerV1alpha1TrainJob, job) != job
+    job["spec"]["trainer"] |= {"numNodes": "two"}
+    with pytest.raises(ValueError, match="numNodes"):
+        as_kubeflow_reads(TrainerV1alpha1TrainJob, job)
 
 
 def test_two_machines_train_together(tmp_path):

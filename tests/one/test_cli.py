@@ -43,7 +43,7 @@ from longshift.step_report import shape_of
 from longshift.trainer import loop
 from longshift.trainer.display import Display
 from longshift.trainer.interrupt import ENDING, Interrupt
-from longshift.trainer.launch import _Interrupts
+from longshift.trainer.launch import Interrupts
 from longshift.trainer.metrics import MetricsLog, StepMetrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -1031,7 +1031,7 @@ def test_signals_that_are_ignored_stay_ignored():
         for ignored in ({signal.SIGHUP}, {signal.SIGHUP, signal.SIGTERM}, set()):
             for number in ENDING:
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-            with _Interrupts(lambda line: None):
+            with Interrupts(lambda line: None):
                 assert {number for number in ENDING if signal.getsignal(number) is signal.SIG_IGN} == ignored
             asked = Interrupt(*ENDING)
             assert {number for number in ENDING if signal.getsignal(number) is signal.SIG_IGN} == ignored

@@ -63,12 +63,24 @@ class Ranks(ABC):
 
 class Started(Ranks):
     """A process for each rank, started by `command`, in sessions of their own. `environments`: what each finds beside this process's;
-    `held`: whether they find SIGINT blocked."""
+    `held`: whether they find SIGINT blocked; `folder`: where they start, `stdout` and `stderr`: open files for what they print, if not those
+    of this process."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], held: bool):
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        held: bool,
+        folder: str | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ):
         with _blocked([signal.SIGINT] if held else []):
             self._children = [
-                subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True) for environment in environments
+                subprocess.Popen(
+                    command, env={**os.environ, **environment}, start_new_session=True, cwd=folder, stdout=stdout, stderr=stderr
+                )
+                for environment in environments
             ]
         super().__init__({rank: child.pid for rank, child in enumerate(self._children)})
 
@@ -190,7 +202,9 @@ def _grow(launcher: int, orders: int, events: int, load: Callable[[], object], w
         os._exit(1)
 
 
-def _fork(events: int, arguments: Sequence[str], environment: Mapping[str, str], held: bool, work: Callable[[Sequence[str]], object]) -> int:
+def _fork(
+    events: int, arguments: Sequence[str], environment: Mapping[str, str], held: bool, work: Callable[[Sequence[str]], object]
+) -> int:
     """Fork a rank; its process id."""
     seed = os.getpid()
     pid = os.fork()

@@ -83,12 +83,12 @@ def _world(spec: ModelSpec, layout: Layout, world: int | None, float8: bool) -> 
         return
     degrees = [str(layout.degree(name)) for name in axes.names()[::-1] if layout.degree(name) > 1]
     product = f"{' x '.join(degrees)} = {layout.world}" if len(degrees) > 1 else f"{layout.world}"
-    near = [str(other) for other in _nearest(layout, world) if not faults(spec, other, world, float8=float8)][:2]
+    near = [str(other) for other in nearest_layouts(layout, world) if not faults(spec, other, world, float8=float8)][:2]
     hint = f": try {' or '.join(near)}" if near else ""
     yield f"{layout} needs {_count(product, 'rank')}, {world} {'is' if world == 1 else 'are'} here{hint}"
 
 
-def _nearest(layout: Layout, world: int) -> list[Layout]:
+def nearest_layouts(layout: Layout, world: int) -> list[Layout]:
     """Layouts of `world` ranks over dp and the axes in use, those whose degrees change least first."""
     used = [axis.name for axis in reversed(axes.AXES) if axis.shares == "packs" or layout.degree(axis.name) > 1]
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -41,13 +42,13 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 
 
-class _AtOnce(Exception):
+class StopAtOnce(Exception):
     """Raised where the main thread is, to end ranks without waiting for them."""
 
 
-class _Interrupts:
+class Interrupts:
     """Passes the first Ctrl-C, or what schedulers and terminals send before they end a job, on to ranks: they are in sessions of their own
-    and do not see it. Raises _AtOnce at the second; after the first, too, where ranks have not begun. A context manager. Mutable:
+    and do not see it. Raises StopAtOnce at the second; after the first, too, where ranks have not begun. A context manager. Mutable:
     `received` signals, and the ranks that it reaches."""
 
     def __init__(self, say: Callable[[str], None]):
@@ -55,7 +56,7 @@ class _Interrupts:
         self._say = say
         self._ranks: Ranks | None = None
 
-    def __enter__(self) -> "_Interrupts":
+    def __enter__(self) -> "Interrupts":
         self._before = [(number, signal.signal(number, self._on_signal)) for number in (signal.SIGINT, *not_ignored(ENDING))]
         return self
 
@@ -67,12 +68,12 @@ class _Interrupts:
         """Ranks that have just been started."""
         self._ranks = ranks
         if self.received:
-            raise _AtOnce
+            raise StopAtOnce
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
         if len(self.received) > 1:
-            raise _AtOnce  # a rank that waits for a peer would not see SIGINT
+            raise StopAtOnce  # a rank that waits for a peer would not see SIGINT
         if self._ranks is not None:
             self._say(stopping(number))
             self._ranks.send(signal.SIGINT)
@@ -97,29 +98,27 @@ def launch(
     Raises UsageError where there are fewer GPUs than ranks, or too few cores or too little memory; the LongshiftError of the rank that
     failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     check_gpus(world)
-    _check_room(world, crowded)
+    check_room(world, crowded)
     allow_files(world)
     clear_causes(folder)
-    listener = socket.create_server((HOST, 0))
-    secret = new_secret()
-    with listener, _Interrupts(say) as interrupts:
+    with Interrupts(say) as interrupts:
         try:
             parent = os.getpid() if seed is None else seed.pid
-            environments = [_environment(listener.getsockname()[1], secret, parent, rank, world) for rank in range(world)]
-            store = SealedStore(_store(listener), secret)
+            opened = open_store()
+            environments = [local_environment(opened, rank, world) | {"LONGSHIFT_PARENT": str(parent)} for rank in range(world)]
             ranks = (Started if seed is None else seed.start)(command, environments, held)
             causes = _watch(ranks, folder, stall_timeout_s, interrupts)
-        except _AtOnce:
+        except StopAtOnce:
             raise KeyboardInterrupt from None
     failed = {rank: code for rank, code in ranks.codes().items() if code}
     if failed:
         if interrupts.received and all(-code == signal.SIGINT for code in failed.values()):
             raise KeyboardInterrupt
-        causes = _gather_causes(store, world, folder, causes)
+        causes = gather_causes(opened.store, world, folder, causes)
         raise as_error(root_cause(causes, failed))
 
 
-def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: _Interrupts) -> list[Cause]:
+def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: Interrupts) -> list[Cause]:
     """Wait until all ranks have ended, or one has failed and the others were made to. Why some were ended."""
     causes = list[Cause]()
     stopped_since_s: dict[int, float] = {}
@@ -164,12 +163,12 @@ def tell(cause: Cause) -> None:
             store.set(f"{CAUSE_KEY}-{cause.rank}", cause.to_json())
 
 
-def _gather_causes(store: SealedStore, world: int, folder: RunFolder, observed: Sequence[Cause]) -> list[Cause]:
-    """Why ranks failed: what the launcher observed, what they told, and what they wrote."""
+def gather_causes(store: SealedStore | None, world: int, folder: RunFolder, observed: Sequence[Cause]) -> list[Cause]:
+    """Why ranks failed: what the launcher observed, what they told by the launcher's store, if it has one, and what they wrote."""
     causes = list(observed)
     for rank in range(world):
         key = f"{CAUSE_KEY}-{rank}"
-        if store.check([key]):
+        if store is not None and store.check([key]):
             causes.append(Cause.model_validate_json(store.get(key)))
 
     # What a rank wrote is a copy of what it told, if it could do both.
@@ -177,7 +176,7 @@ def _gather_causes(store: SealedStore, world: int, folder: RunFolder, observed: 
     return causes + [cause for cause in read_causes(folder) if cause.rank not in ranks]
 
 
-def _check_room(world: int, crowded: bool) -> None:
+def check_room(world: int, crowded: bool) -> None:
     """Raises UsageError for more ranks than this machine's cores, or its memory, are made for, where ranks compute on cores."""
     cores = core_count()
     free = host_memory()[1]
@@ -194,23 +193,38 @@ def _check_room(world: int, crowded: bool) -> None:
         )
 
 
+class OpenStore(NamedTuple):
+    """A store on loopback, its port, and the secret with which ranks seal what they leave there."""
+
+    store: SealedStore
+    port: int
+    secret: str
+
+
+def open_store() -> OpenStore:
+    """A new store for the ranks of this machine. [Note: loopback only]"""
+    secret = new_secret()
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        return OpenStore(SealedStore(_store(listener), secret), port, secret)
+
+
 def _store(listener: socket.socket) -> TCPStore:
     """A store that listens where this socket does."""
     port = listener.getsockname()[1]
     return TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
 
 
-def _environment(port: int, secret: str, parent: int, rank: int, world: int) -> dict[str, str]:
-    """What a rank finds in its environment, beside what is in this process's."""
+def local_environment(opened: OpenStore, rank: int, world: int) -> dict[str, str]:
+    """What a rank of this machine finds in its environment, beside what is in the environment of who starts it."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "LONGSHIFT_STORE": f"{HOST}:{port}",
-        "LONGSHIFT_SECRET": secret,
-        "LONGSHIFT_PARENT": str(parent),
+        "LONGSHIFT_STORE": f"{HOST}:{opened.port}",
+        "LONGSHIFT_SECRET": opened.secret,
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, core_count() // world)),
