@@ -29,7 +29,7 @@ from longshift.spec.adapters import Lora
 from longshift.spec.formats import MomentFormat, PrecisionName, Wire
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
-from longshift.weigh.ledger import Weighed
+from longshift.weigh.ledger import StepEstimate
 
 LOW, HIGH = 0.98, 1.0
 DEADLINE_S = 300.0
@@ -288,7 +288,7 @@ def rows_of(case: Case, answers: Iterable[dict]) -> list[dict]:
     name = {"device": "cpu", "family": case.family, "layout": case.layout, "precision": case.precision, "lengths": case.lengths}
     layouts = tuple(parse_layouts(case.layout))
 
-    def said(rank: int) -> Weighed:
+    def said(rank: int) -> StepEstimate:
         return from_few(case.trial, layouts, rank) if case.few else predict(case.trial, layouts, rank, per_node=case.per_node)[0]
 
     return [row_of(name | {"rank": rank, "few": case.few}, found, said(rank)) for rank, found in enumerate(answers)]

@@ -13,7 +13,7 @@ from longshift.spec.formats import FORMATS
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
 from longshift.switch.options import SwitchOptions
-from longshift.weigh.needs import StepShape, most, needs
+from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge
 
 _70B = preset("llama-3-70b")
@@ -34,8 +34,8 @@ def admit(name: str) -> dict:
     edges = [Edge(CAPACITY, layout)]
     itinerary = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(itinerary, tuple(edges), formats, CAPACITY * layout.dp * MICROS, CAPACITY)
-    found = needs(shape, edges, "nccl", host_is_device=False)
-    return {"seconds": time.process_time() - began, "kinds": len(found), "gib": most(found).of("device") / 2**30}
+    found = memory_needs(shape, edges, "nccl", host_is_device=False)
+    return {"seconds": time.process_time() - began, "kinds": len(found), "gib": largest_need(found).of("device") / 2**30}
 
 
 def main() -> None:

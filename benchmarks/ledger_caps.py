@@ -26,7 +26,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.families import preset
 from longshift.step_report import shape_of
-from longshift.weigh.needs import most, needs
+from longshift.weigh.needs import largest_need, memory_needs
 
 ROOMY, TIGHT = 1.10, 0.95
 TOKENS = 8192  # of a pack
@@ -110,7 +110,7 @@ def rank(config: str, folder: str, factor: float) -> None:
 
     def admit(run, world, path) -> admission.Admitted:
         admission.settle(world.device)
-        need = most(needs(shape_of(run, world.per_node), run.edges, "gloo", True)).of("device")
+        need = largest_need(memory_needs(shape_of(run, world.per_node), run.edges, "gloo", True)).of("device")
         has = psutil.Process().memory_info().rss
         file_of(Path(folder), "memory.limit_in_bytes", "memory.max").write_text(str(int(factor * (has + need))))
         print(json.dumps({"need": need, "has": has, "counted": used(Path(folder))}), flush=True)

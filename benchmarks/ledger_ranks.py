@@ -21,7 +21,7 @@ from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
 from longshift.switch.options import SwitchOptions
-from longshift.weigh.ledger import Weighed
+from longshift.weigh.ledger import StepEstimate
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport
 from longshift.workload.groups import length_groups
@@ -80,7 +80,7 @@ def predict(
     transport: Transport = "gloo",
     host_is_device: bool = True,
     per_node: int | None = None,
-) -> tuple[Weighed, list[tuple[str, int]]]:
+) -> tuple[StepEstimate, list[tuple[str, int]]]:
     """What the ledger says of a trial's last step on a rank, and of the device after each of its operations."""
     shape, lengths = shape_of(trial, layouts, per_node), trial.lengths[-1]
     ledger = shape.ledger(rank, transport, host_is_device)
@@ -91,19 +91,19 @@ def predict(
     weighed = ledger.play(
         visits,
         [[[lengths[d] for d in pack] for pack in some] for some in packs],
-        lambda op: said.append((str(op), ledger.book.now["device"])),
+        lambda op: said.append((str(op), ledger.allocations.now["device"])),
     )
     return weighed, said
 
 
-def from_few(trial: Trial, layouts: tuple[Layout, ...], rank: int) -> Weighed:
+def from_few(trial: Trial, layouts: tuple[Layout, ...], rank: int) -> StepEstimate:
     """What admission says of a trial whose steps have one full pack of each group, from packs of few chunks."""
     shape = shape_of(trial, layouts)
     order = shape.itinerary.order(layouts)
-    return shape.weighed([shape.edges[i] for i in order], rank, "gloo", True)
+    return shape.estimate([shape.edges[i] for i in order], rank, "gloo", True)
 
 
-def row_of(name: dict[str, Any], found: dict[str, Any], weighed: Weighed) -> dict[str, Any]:
+def row_of(name: dict[str, Any], found: dict[str, Any], weighed: StepEstimate) -> dict[str, Any]:
     """A row of the benchmark: measured beside predicted."""
     peak, expected = weighed.peaks["device"], {axis: size for axis, size in weighed.sent.items() if size}
     row = {"measured": found["measured"], "predicted": peak.total, "ratio": found["measured"] / peak.total}

@@ -50,7 +50,7 @@ from longshift.stream import tiers
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
 from longshift.switch.options import SwitchOptions
-from longshift.weigh.ledger import Weighed
+from longshift.weigh.ledger import StepEstimate
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 
@@ -105,7 +105,7 @@ class Case:
         way = Itinerary(self.spec, edges, assumed(1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
         return StepShape(way, edges, formats, 0, max(self.lengths), home_in=HomeTiers(self.home))
 
-    def weighed(self, on_cpu: bool = False) -> Weighed:
+    def weighed(self, on_cpu: bool = False) -> StepEstimate:
         """What the ledger says."""
         packs = [self.lengths]
         ledger = self.shape.ledger(0, "gloo" if on_cpu else "nccl", on_cpu)
@@ -118,7 +118,7 @@ class Case:
         def host(count: int) -> int:
             edge = Edge(count * chunk, self.layout)
             shape = replace(self.of(edge.upto).shape, edges=(edge,))
-            peaks = shape.of_one_pack(edge, 0, "nccl", host_is_device=False).peaks
+            peaks = shape.pack_estimate(edge, 0, "nccl", host_is_device=False).peaks
             return peaks["host"].total
 
         low, high = 1, 2
@@ -169,11 +169,11 @@ def hidden_on_clock(case: Case, machine: Cluster) -> float | None:
     cost = Cost(case.spec, rates(machine, PRECISION))
     moving, still = (ChunkClock(cost, machine, case.layout, moving=moves) for moves in (True, False))
     for window in case.spec.windows:
-        made = moving.lists(chunks.cut(case.lengths, case.layout.chunk), window)
+        made = moving.lists(chunks.cut_chunks(case.lengths, case.layout.chunk), window)
         for turn in ("forward", "backward"):
             exposed_s += max(moving.turn(case.lengths, turn, window)) - max(still.turn(case.lengths, turn, window))
             ways = {"fetch": "to_device", "store": "to_host"}
-            moves = [(event.kind, event.bytes) for event in made.of[turn] if event.kind in ways]
+            moves = [(event.kind, event.bytes) for event in made.by_turn[turn] if event.kind in ways]
             copied_s += sum(float(machine.copy_s(f"{ways[kind]} pinned both", size, beyond=True)) for kind, size in moves)
     return 1 - min(1.0, exposed_s / copied_s)
 

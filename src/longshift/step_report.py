@@ -19,7 +19,7 @@ from longshift.spec.formats import EIGHT_BITS, Format
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
 from longshift.switch.traffic import Traffic, traffic
-from longshift.weigh.needs import Need, StepShape, most, needs
+from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
 from longshift.weigh.recorder import Transport
 
 INSERTED = {  # by communicator, what a layout adds to a model
@@ -118,7 +118,7 @@ class Explanation(CommandResult):
 
 def _need_lines(need: Need) -> Iterator[str]:
     """A rank's need of memory: the peak of each place, the operation it is reached in, what is alive then."""
-    for place, peak in sorted(need.weighed.peaks.items()):
+    for place, peak in sorted(need.estimate.peaks.items()):
         alive = ", ".join(f"{name} {_size(size)}" for name, size in peak.alive[:MAX_NAMES])
         name = "memory" if place == "device" else place
         yield f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {alive}"
@@ -178,8 +178,8 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
             ]
 
         # 2. What the rank that needs most memory needs and sends.
-        need = most(needs(shape, [edge], transport, not gpus))
-        pack = shape.of_one_pack(edge, need.rank, transport, not gpus)
+        need = largest_need(memory_needs(shape, [edge], transport, not gpus))
+        pack = shape.pack_estimate(edge, need.rank, transport, not gpus)
         groups.append(
             LayoutExplanation(
                 layout=str(edge.use),
@@ -195,7 +195,7 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
                 need=need,
             )
         )
-    step_need = most(needs(shape, edges, transport, not gpus)) if len(edges) > 1 else groups[0].need
+    step_need = largest_need(memory_needs(shape, edges, transport, not gpus)) if len(edges) > 1 else groups[0].need
     return Explanation(
         home=str(itinerary.home),
         home_in=str(shape.home_in),

@@ -45,7 +45,7 @@ from longshift.step.update import State, train_step
 from longshift.trainer import corpus, loop
 from longshift.trainer.stages import stages_of
 from longshift.trainer.step_trace import StepTrace
-from longshift.weigh.held_home import saved_bytes
+from longshift.weigh.state_memory import saved_bytes
 
 SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
 TRIAL = Trial(SPEC, ((5, 9, 1, 7), (11, 3, 8), (6, 6, 2)), precision="float32", capacity=16)

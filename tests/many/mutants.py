@@ -521,13 +521,13 @@ def ulysses_keys_for_values(patch: Patch) -> None:
 
 def ulysses_one_gradient_of_shared_heads(patch: Patch) -> None:
     """Of the ranks that got the same key/value head, only the first one's gradient returns."""
-    add = ulysses._add
+    add = ulysses._add_to_heads
 
     def wrong(total: Tensor, heads: slice, part: Tensor) -> None:
         if not total[:, heads].any():
             add(total, heads, part)
 
-    patch.setattr(ulysses, "_add", wrong)
+    patch.setattr(ulysses, "_add_to_heads", wrong)
 
 
 def _ring_pairs(patch: Patch, change: Callable[[TokenOrder, int, int, tuple[ring.Pair, ...]], tuple[ring.Pair, ...]]) -> None:
@@ -601,8 +601,8 @@ def _streamed_pairs(patch: Patch, change: Callable[[ChunkPlayer, int, int, Seque
 
 def _reach(patch: Patch, change: Callable[[int, int], int]) -> None:
     """`change`: a chunk and the first one that it sees, to another."""
-    right = chunks.reach
-    patch.setattr(chunks, "reach", lambda cut, window: tuple(change(c, first) for c, first in enumerate(right(cut, window))))
+    right = chunks.first_key_chunks
+    patch.setattr(chunks, "first_key_chunks", lambda cut, window: tuple(change(c, first) for c, first in enumerate(right(cut, window))))
 
 
 def streamed_scores_scaled_twice(patch: Patch) -> None:
@@ -755,8 +755,8 @@ def positions_start_again_with_a_chunk(patch: Patch) -> None:
 
 def last_chunk_dropped(patch: Patch) -> None:
     """The last chunk, which may be short, is left out."""
-    right = chunks.cut
-    patch.setattr(micro_module, "cut", lambda lengths, tokens: right(lengths, tokens)[:-1] or right(lengths, tokens))
+    right = chunks.cut_chunks
+    patch.setattr(micro_module, "cut_chunks", lambda lengths, tokens: right(lengths, tokens)[:-1] or right(lengths, tokens))
 
 
 def stale_fetch(patch: Patch) -> None:

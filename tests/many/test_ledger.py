@@ -7,8 +7,8 @@ import pytest
 from forked import DEADLINE_S, Worlds
 from ledger import QUICK, Case, rows_of, wrong
 
-from longshift.weigh.book import Account
-from longshift.weigh.held_packs import HeldRunner
+from longshift.weigh.activation_memory import ActivationMemory
+from longshift.weigh.allocations import RankMemory
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.recorder import RecordedGroup
 
@@ -35,12 +35,12 @@ def forgotten(*names: str, share: float = 0.0) -> Callable[[pytest.MonkeyPatch],
     """Of buffers with these names the ledger counts a share only."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        native = Account.held
+        native = RankMemory.allocate
 
-        def held(self: Account, name: str, size: int, *place, **shape):
+        def held(self: RankMemory, name: str, size: int, *place, **shape):
             return native(self, name, int(size * share) if name.startswith(names) else size, *place, **shape)
 
-        patch.setattr(Account, "held", held)
+        patch.setattr(RankMemory, "allocate", held)
 
     return apply
 
@@ -62,13 +62,17 @@ def dropped(kind: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def own_part_sent(patch: pytest.MonkeyPatch) -> None:
     """Gathers and reductions send a rank's own part to itself, too."""
-    native = Account.send
-    patch.setattr(Account, "send", lambda account, what, size: native(account, what, size * 2 if what in ("gather", "reduce") else size))
+    native = RankMemory.send
+    patch.setattr(RankMemory, "send", lambda account, what, size: native(account, what, size * 2 if what in ("gather", "reduce") else size))
 
 
 def nothing_inside(patch: pytest.MonkeyPatch) -> None:
     """Compute operations need nothing but what they leave."""
-    patch.setattr(HeldRunner, "happen", lambda packs, found: [packs.account.send(*pair) for pair in found.sent.items()])
+    patch.setattr(
+        ActivationMemory,
+        "record_profile",
+        lambda packs, profile: [packs.memory.send(axis, size) for axis, size in profile.sent.items()],
+    )
 
 
 def attention_sends_twice(patch: pytest.MonkeyPatch) -> None:
@@ -115,8 +119,8 @@ MUTANTS = {
 
 
 def sent_twice(patch: pytest.MonkeyPatch, communicator: str) -> None:
-    native = Account.send
-    patch.setattr(Account, "send", lambda account, what, size: native(account, what, size * 2 if what == communicator else size))
+    native = RankMemory.send
+    patch.setattr(RankMemory, "send", lambda account, what, size: native(account, what, size * 2 if what == communicator else size))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

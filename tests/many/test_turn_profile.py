@@ -17,9 +17,9 @@ from longshift.layout.loss_rows import loss_blocks
 from longshift.model import attention
 from longshift.model.functions import Gated
 from longshift.model.kernel_calls import EVEN, LONG
-from longshift.schedule.chunks import Buffer, cut
+from longshift.schedule.chunks import Buffer, cut_chunks
 from longshift.schedule.sequence import token_order
-from longshift.schedule.streamed import lists
+from longshift.schedule.unit_events import event_lists
 from longshift.weigh import turn_profile
 from longshift.weigh.chunk_profile import event_turn
 from longshift.weigh.recorder import RecordedGroup, Transport, TurnProfile, TurnRecorder
@@ -128,13 +128,13 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
     """Of every event of a chunked pack: peak within [0.98, 1], bytes left, sent and freed exactly as the buffers' sizes say."""
     parsed = Layout.parse(layout)
     setup = RankSetup(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], float8=dtype == "float8")
-    chunks = cut(LENGTHS, parsed.chunk)
-    made = lists(SPECS[spec], parsed, setup.coord, chunks, BYTES[dtype], 1, SPECS[spec].window(1))
+    chunks = cut_chunks(LENGTHS, parsed.chunk)
+    made = event_lists(SPECS[spec], parsed, setup.coord, chunks, BYTES[dtype], 1, SPECS[spec].window(1))
     known: dict[Buffer, int] = {}
     gradients = 0
     owed = 0  # by consecutive frees: graph and exchange share storages
     for found in measured:
-        event = made.of[found["turn"]][found["number"]]
+        event = made.by_turn[found["turn"]][found["number"]]
         said = f"{found['turn']} {event.kind} {event.name} {event.chunk} {event.keys}"
         if owed and event.kind != "free":
             yield f"{said}: before it, {-owed} bytes more were freed than said"

@@ -13,14 +13,14 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
-from longshift.weigh.timeline import Predicted, Timeline, predicted, verdict, write
+from longshift.weigh.timeline import PredictedStep, Timeline, compare_step, predict_step, write_timeline
 
 SPEC = ModelSpec("llama", 61, 64, 3, 4, 2, 16, 96, 4096, rope=Rope())
 TRIAL = Trial(SPEC, ((700, 333, 900, 2),), "float32", capacity=1100)
 LAYOUTS = ("dp1", "recompute-selective", "recompute-full.disk", "chunk300.disk", "dp1 > chunk300")
 
 
-def recorded(layouts: str, mistake: Callable[[Player], object] | None = None) -> tuple[Timeline, Predicted, Program, Recorder]:
+def recorded(layouts: str, mistake: Callable[[Player], object] | None = None) -> tuple[Timeline, PredictedStep, Program, Recorder]:
     """The first step of a state under these layouts."""
     (batch,), world, recorder, programs = TRIAL.batches(), World.alone(), Recorder(), []
     with Timeline(world.device) as timeline:
@@ -34,23 +34,23 @@ def recorded(layouts: str, mistake: Callable[[Player], object] | None = None) ->
         train_step(state, batch, player)
         player.record(None)
         player.after = None
-    return timeline, predicted(player), programs[0], recorder
+    return timeline, predict_step(player), programs[0], recorder
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_what_was_played_is_the_program_and_takes_the_bytes_predicted(layouts: str):
     timeline, told, program, _ = recorded(layouts)
-    assert tuple(one.op for one in timeline.played) == tuple(op for op, _ in told.after) == program
-    assert all(0 <= size - one.held <= 20_000 for one, (_, size) in zip(timeline.played, told.after))
-    found = verdict(timeline, told)
+    assert tuple(played.op for played in timeline.ops) == tuple(op for op, _ in told.ops) == program
+    assert all(0 <= size - played.device_bytes <= 20_000 for played, (_, size) in zip(timeline.ops, told.ops))
+    found = compare_step(timeline, told)
     assert found["within"], found
-    assert all(one.start <= one.end for one in timeline.played)
+    assert all(played.start <= played.end for played in timeline.ops)
 
 
 @pytest.mark.parametrize("layouts", ["recompute-full", "chunk300.disk"])
 def test_a_trace_has_what_was_recorded_and_what_was_predicted(tmp_path: Path, layouts: str):
     timeline, told, program, recorder = recorded(layouts)
-    write(tmp_path / "t.json", 3, timeline.played, told, recorder)
+    write_timeline(tmp_path / "t.json", 3, timeline.ops, told, recorder)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert list(processes.values()) == ["rank 3, recorded", "rank 3, predicted"]
@@ -83,12 +83,12 @@ def nothing_dropped(player: Player) -> None:
 @pytest.mark.parametrize("mistake", [skipped, nothing_dropped])
 def test_a_mistake_of_the_player_shows(mistake: Callable[[Player], object]):
     timeline, told, program, _ = recorded("recompute-full.host", mistake)
-    found = verdict(timeline, told)
+    found = compare_step(timeline, told)
     first = found["differences"][0]
     if mistake is skipped:
-        assert len(timeline.played) == len(program) - 1
+        assert len(timeline.ops) == len(program) - 1
         assert not found["within"]
         assert "was played for drop block" in first["op"]
     else:
         assert first["recorded"] > first["predicted"]
-    assert verdict(*recorded("recompute-full.host")[:2])["within"]
+    assert compare_step(*recorded("recompute-full.host")[:2])["within"]

@@ -18,7 +18,7 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
 from longshift.switch.options import SwitchOptions
-from longshift.weigh.needs import StepShape, most, needs
+from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge
 
 BLOCKS, TOKENS = 6, 16 << 10
@@ -34,7 +34,7 @@ def shape(way: Layout) -> StepShape:
 
 @cache
 def bytes_of(way: Layout) -> int:
-    return most(needs(shape(way), [Edge(TOKENS, way)], "nccl", False)).device.total
+    return largest_need(memory_needs(shape(way), [Edge(TOKENS, way)], "nccl", False)).device.total
 
 
 @cache

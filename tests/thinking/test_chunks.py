@@ -14,7 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshift.schedule.chunks import LANES, Buffer, Event, Policy, Sizes, alone, backward, cut, dependencies, forward, reach
+from longshift.schedule.chunks import (
+    LANES,
+    Buffer,
+    BufferBytes,
+    Event,
+    Policy,
+    backward_events,
+    cut_chunks,
+    dependencies,
+    end_events,
+    first_key_chunks,
+    forward_events,
+)
 from longshift.simulate.chunk_clock import timeline
 
 NAMES = ["x", "y", "q", "kv", "o", "dy", "dx", "do", "dq", "dkv", "dr", "qkv", "graph", "exchange", "dqkv", "o_tokens", "do_tokens"]
@@ -31,7 +43,7 @@ policies = st.builds(
     sent=st.sampled_from([0.0, 0.5]),
 )
 offloads = policies.map(lambda policy: replace(policy, kv="offload"))
-seen = st.builds(lambda lengths, tokens: reach(cut(lengths, tokens)), packs, chunk_tokens)
+seen = st.builds(lambda lengths, tokens: first_key_chunks(cut_chunks(lengths, tokens)), packs, chunk_tokens)
 
 
 def distinct_sizes(names, count, seed):
@@ -40,7 +52,7 @@ def distinct_sizes(names, count, seed):
 
 
 def both(sees, policy, sizes=None):
-    return forward(sees, policy, sizes or {}), backward(sees, policy, sizes or {})
+    return forward_events(sees, policy, sizes or {}), backward_events(sees, policy, sizes or {})
 
 
 # What the lists mean
@@ -131,7 +143,7 @@ def wrong(sees, policy, lists, orders=(None, None)):
 
 @given(packs, chunk_tokens)
 def test_chunks_hold_every_token_once_in_order_and_reach_back_to_where_their_first_document_began(lengths, tokens):
-    chunks = cut(lengths, tokens)
+    chunks = cut_chunks(lengths, tokens)
     held = [[(r.document, r.start + i) for r in runs for i in range(r.length)] for runs in chunks]
     flat = [token for chunk in held for token in chunk]
     assert flat == [(d, i) for d, length in enumerate(lengths) for i in range(length)]
@@ -139,7 +151,7 @@ def test_chunks_hold_every_token_once_in_order_and_reach_back_to_where_their_fir
     assert all(0 < len(chunk) <= tokens for chunk in held)
     assert all(a.document < b.document for runs in chunks for a, b in pairwise(runs))
     starts = (0, *accumulate(lengths))
-    assert reach(chunks) == tuple(starts[chunk[0][0]] // tokens for chunk in held)
+    assert first_key_chunks(chunks) == tuple(starts[chunk[0][0]] // tokens for chunk in held)
 
 
 @given(seen, policies)
@@ -153,7 +165,7 @@ def test_attention_of_every_pair_once_forward_and_once_backward(sees, policy):
 
 @given(packs, chunk_tokens)
 def test_rectangles_between_chunks_and_triangles_inside_cover_every_query_and_key_once(lengths, tokens):
-    chunks = cut(lengths, tokens)
+    chunks = cut_chunks(lengths, tokens)
     starts = (0, *accumulate(lengths))
     document = np.repeat(np.arange(len(lengths)), lengths)
     found = np.zeros((len(document), len(document)), int)
@@ -161,7 +173,7 @@ def test_rectangles_between_chunks_and_triangles_inside_cover_every_query_and_ke
     def span(r):
         return slice(starts[r.document] + r.start, starts[r.document] + r.start + r.length)
 
-    for c, j in {(e.chunk, e.keys) for e in forward(reach(chunks), Policy(), {}) if e.name == "attend"}:
+    for c, j in {(e.chunk, e.keys) for e in forward_events(first_key_chunks(chunks), Policy(), {}) if e.name == "attend"}:
         for r in chunks[c] if c == j else ():
             found[span(r), span(r)] += np.tri(r.length, dtype=int)
         if c != j:
@@ -204,7 +216,7 @@ def test_the_tier_ends_with_the_right_outputs_and_gradients_and_nothing_else(see
 @given(seen, policies)
 def test_forward_leaves_what_backward_is_to_find(sees, policy):
     tier = {("x", c): ("x", c) for c in range(len(sees))}
-    play(forward(sees, policy, {}), tier)
+    play(forward_events(sees, policy, {}), tier)
     kept = {("o", c) for c in range(len(sees))} | {("kv", j) for c in range(len(sees)) for j in range(sees[c], c)}
     assert set(tier) == {(n, c) for n in "xy" for c in range(len(sees))} | (kept if policy.keep == "output" else set())
 
@@ -212,7 +224,7 @@ def test_forward_leaves_what_backward_is_to_find(sees, policy):
 @given(seen, policies)
 def test_a_forward_that_passes_on_leaves_its_output_alone(sees, policy):
     tier = {("x", c): ("x", c) for c in range(len(sees))}
-    play(forward(sees, replace(policy, keep="input"), {}, drop_x=True), tier)
+    play(forward_events(sees, replace(policy, keep="input"), {}, drop_x=True), tier)
     expected = truth(sees, policy)
     assert tier == {item: expected[item] for item in expected if item[0] == "y"}
 
@@ -230,8 +242,8 @@ def test_slots_are_bounded_whatever_the_number_of_chunks(sees, policy):
 @given(seen, policies)
 def test_gradients_that_an_operation_leaves_on_weights_are_added_up_at_once(sees, policy):
     blocks = [1 + c % 3 for c in range(len(sees))]
-    loss = alone("loss", "x", "dx", len(sees), policy.ahead, {}, blocks)
-    embedding = [alone(*ends, len(sees), policy.ahead, {}) for ends in (("embed", None, "y"), ("embed_back", "dy", None))]
+    loss = end_events("loss", "x", "dx", len(sees), policy.ahead, {}, blocks)
+    embedding = [end_events(*ends, len(sees), policy.ahead, {}) for ends in (("embed", None, "y"), ("embed_back", "dy", None))]
     assert [(e.chunk, e.keys) for e in loss if e.name == "loss"] == [(c, block) for c, count in enumerate(blocks) for block in range(count)]
     for events in (*both(sees, policy), loss, *embedding):
         leaves = [event.name in ("tail_back", "qkv_back", "embed_back", "loss") for event in events]
@@ -239,7 +251,7 @@ def test_gradients_that_an_operation_leaves_on_weights_are_added_up_at_once(sees
         assert all(after.chunk == event.chunk for event, after in pairwise(events) if after.kind == "accumulate")
 
 
-def peak_bytes(events: Sequence[Event], sizes: Sizes) -> int:
+def peak_bytes(events: Sequence[Event], sizes: BufferBytes) -> int:
     """The most that buffers take on the device at one time, in the order of the list; what operations need inside is not counted."""
     live: set[Buffer] = set()
     now = most = 0
@@ -316,7 +328,7 @@ def test_traffic_of_both_schedules_backward(n):
     }
     taken = {}
     for schedule, expected in moves.items():
-        listed = backward((0,) * n, Policy(schedule, kv="offload"), {name: [size] * n for name, size in one.items()})
+        listed = backward_events((0,) * n, Policy(schedule, kv="offload"), {name: [size] * n for name, size in one.items()})
         events = [event for event in listed if event.kind in ("fetch", "store")]
         assert Counter(event.name for event in events) == Counter(expected)
         taken[schedule] = sum(event.bytes for event in events)

@@ -83,7 +83,7 @@ def test_a_forward_moves_a_quarter_of_the_bytes():
 
     def after(op: Op) -> None:
         if op.turn == "loss":
-            early.append(ledger.account.moved["home in"] + ledger.account.moved["home out"])
+            early.append(ledger.memory.moved["home in"] + ledger.memory.moved["home out"])
 
     moved = ledger.play([visit_of(spec, layout, [[64], [64]])], [[[64], [64]]], after).moved
     assert moved["home in"] + moved["home out"] == 32 * sum(steps.kept.values())

@@ -21,11 +21,11 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
 from longshift.switch.options import SwitchOptions
-from longshift.weigh import held_packs
+from longshift.weigh import activation_memory
 from longshift.weigh import ledger as ledgers
-from longshift.weigh.held_home import saved_bytes
-from longshift.weigh.many_chunks import full_pack
-from longshift.weigh.needs import StepShape, kinds_of_rank, largest_step, most, needs
+from longshift.weigh.extrapolate_chunks import full_pack
+from longshift.weigh.needs import StepShape, largest_need, largest_step, memory_needs, representative_ranks
+from longshift.weigh.state_memory import saved_bytes
 from longshift.workload.groups import Edge
 
 SPEC = ModelSpec("llama", 1009, 64, 5, 6, 3, 16, 176, 1 << 16, rope=Rope())
@@ -54,7 +54,7 @@ def test_no_rank_needs_more_than_those_that_are_weighed(text: str):
     run = shape(text)
     step = whole_step(run)
     every = [run.ledger(rank, "gloo", True).play(*step).device for rank in range(run.edges[0].use.world)]
-    assert most(needs(run, run.edges, "gloo", True)).device.total == max(every)
+    assert largest_need(memory_needs(run, run.edges, "gloo", True)).device.total == max(every)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
@@ -67,7 +67,7 @@ def test_no_pack_of_a_gpu_needs_more_than_the_one_that_is_weighed(text: str, kv_
         edges = (Edge(upto, layout, capacity),)
         itinerary = Itinerary(spec, edges, assumed(2), 2, 4, SwitchOptions(bucket_bytes=1 << 20))
         run = StepShape(itinerary, edges, FORMATS["bf16"], capacity, upto)
-        said = most(needs(run, edges, "nccl", False)).device.total
+        said = largest_need(memory_needs(run, edges, "nccl", False)).device.total
         for _ in range(12):
             pack: list[int] = []
             while sum(pack) < capacity:
@@ -88,9 +88,9 @@ def test_a_first_step_leaves_what_its_first_micro_batches_leave(text: str, home:
 
     def played() -> list:
         found = []
-        for rank in kinds_of_rank(run):
+        for rank in representative_ranks(run):
             ledger, after = run.ledger(rank, "nccl", False), []
-            weighed = ledger.play(*whole_step(run), lambda op, book=ledger.book, rows=after: rows.append((op, dict(book.now))))
+            weighed = ledger.play(*whole_step(run), lambda op, book=ledger.allocations, rows=after: rows.append((op, dict(book.now))))
             peaks = {place: peak.total for place, peak in weighed.peaks.items()}
             found.append((after, peaks, weighed.sent, weighed.moved, weighed.flops))
         return found
@@ -121,11 +121,11 @@ def random_run(rng: random.Random) -> tuple[StepShape, bool]:
 def test_what_many_chunks_need_follows_from_few(seed: int):
     rng = random.Random(seed)
     (run, exact), transport = random_run(rng), rng.choice(["gloo", "nccl"])
-    for rank, found in zip(kinds_of_rank(run), needs(run, run.edges, transport, transport == "gloo")):
+    for rank, found in zip(representative_ranks(run), memory_needs(run, run.edges, transport, transport == "gloo")):
         weighed = run.ledger(rank, transport, transport == "gloo").play(*whole_step(run))
         for place, peak in weighed.peaks.items():
             assert peak.total <= found.of(place) <= peak.total * (1.001 if exact else 1.35), (place, peak.op)
-        for told, counted in ((found.weighed.sent, weighed.sent), (found.weighed.moved, weighed.moved)):
+        for told, counted in ((found.estimate.sent, weighed.sent), (found.estimate.moved, weighed.moved)):
             for name, size in counted.items():
                 assert size * (0.98 if exact else 0.9) - 1 <= told.get(name, 0) <= size * (1.001 if exact else 1.35) + 1, name
 
@@ -134,9 +134,9 @@ def test_a_peak_is_the_most_of_all_moments(monkeypatch: pytest.MonkeyPatch):
     """The peak of few chunks is in a unit's loss, that of 192 in a block's backward."""
     run = shape_of(Edge(512, Layout.parse("dp1")), Edge(192 * 64, Layout.parse("dp1.chunk64")), tokens=192 * 64)
     weighed = run.ledger(0, "gloo", True).play(*whole_step(run)).device
-    (found,) = needs(run, run.edges, "gloo", True)
+    (found,) = memory_needs(run, run.edges, "gloo", True)
     assert weighed <= found.of("device") <= weighed * 1.001
-    monkeypatch.setattr(held_packs, "standings", lambda sees: [(0,) for _ in sees])  # a mutant that takes all chunks for alike
+    monkeypatch.setattr(activation_memory, "chunk_positions", lambda sees: [(0,) for _ in sees])  # a mutant that takes all chunks for alike
     with pytest.raises(AssertionError):
         test_what_many_chunks_need_follows_from_few(27)
 
@@ -160,9 +160,9 @@ def test_a_larger_pack_needs_and_sends_more(text: str):
 
     def weighed(**pack: int) -> tuple[int, dict[str, int], dict[str, int]]:
         run = shape_of(Edge(512, layout, **pack), Edge(2048, Layout.parse("tp2")), tokens=4096)
-        found = most(needs(run, run.edges[:1], "nccl", False))
-        one = run.of_one_pack(run.edges[0], found.rank, "nccl", False)
-        return sum(peak.total for peak in found.weighed.peaks.values()), one.sent, one.moved
+        found = largest_need(memory_needs(run, run.edges[:1], "nccl", False))
+        one = run.pack_estimate(run.edges[0], found.rank, "nccl", False)
+        return sum(peak.total for peak in found.estimate.peaks.values()), one.sent, one.moved
 
     (small, sent, moved), (same, *_), (large, more_sent, more_moved) = weighed(), weighed(pack=512), weighed(pack=2048)
     assert small == same < large
@@ -194,10 +194,10 @@ def test_a_new_primitive_of_the_model_is_weighed_and_timed_without_a_word(monkey
         step = Clock(run, machine, cost, "bf16").step([GroupPacks(run.edges[0].use, (((tokens,),),))])
         return [float(works[0].matmul_s), float(works[1].matmul_s), float(works[0].elementwise_s), step.seconds]
 
-    before, seconds_before = run.of_one_pack(run.edges[0], 0, "gloo", True), seconds()
+    before, seconds_before = run.pack_estimate(run.edges[0], 0, "gloo", True), seconds()
     monkeypatch.setattr(Block, "mlp", mlp)
     caches.clear()
-    after, seconds_after = run.of_one_pack(run.edges[0], 0, "gloo", True), seconds()
+    after, seconds_after = run.pack_estimate(run.edges[0], 0, "gloo", True), seconds()
     caches.clear()
     assert after.flops - before.flops == layers * 6 * 2 * tokens**2 * width
     assert after.device - before.device >= layers * 2 * tokens**2

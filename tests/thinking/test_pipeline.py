@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from longshift.layout.layout import Layout
-from longshift.schedule.pipeline import Event, Transfer, events, receives, sends
+from longshift.schedule.pipeline import StagePass, Transfer, receives, sends, stage_passes
 
 CASES = [Layout(pp=p, order="gpipe") for p in (1, 2, 3, 4, 5, 8)] + [
     Layout(pp=p, virtual=v) for p in (1, 2, 3, 4, 5, 8) for v in range(1, 5)
@@ -20,12 +20,12 @@ MICROS = range(1, 21)
 class Timed:
     """An event with its start and end."""
 
-    event: Event
+    event: StagePass
     start_s: float
     end_s: float
 
 
-def in_flight(order: Sequence[Event]) -> int:
+def in_flight(order: Sequence[StagePass]) -> int:
     """The most forwards that wait for their backward at any time: the activations a coordinate keeps, in model chunks."""
     now = most = 0
     for event in order:
@@ -34,7 +34,9 @@ def in_flight(order: Sequence[Event]) -> int:
     return most
 
 
-def timeline(layout: Layout, orders: Sequence[Sequence[Event]], seconds: Callable[[int, Event], float]) -> tuple[tuple[Timed, ...], ...]:
+def timeline(
+    layout: Layout, orders: Sequence[Sequence[StagePass]], seconds: Callable[[int, StagePass], float]
+) -> tuple[tuple[Timed, ...], ...]:
     """When each event of each coordinate runs, if transfers take no time and `seconds(coord, event)` is what an event takes.
 
     `orders` holds one event list a coordinate. Raises RuntimeError where all unfinished coordinates wait: a deadlock.
@@ -66,7 +68,7 @@ def makespan_s(times: Sequence[Sequence[Timed]]) -> float:
 
 @cache
 def orders_of(layout, micros):
-    return tuple(events(layout, coord, micros) for coord in range(layout.pp))
+    return tuple(stage_passes(layout, coord, micros) for coord in range(layout.pp))
 
 
 @cache
@@ -204,10 +206,10 @@ def test_one_communicator_or_one_for_up_and_one_for_down_deadlock():
 def test_micro_batches_in_flight(p):
     for m in MICROS:
         for coord in range(p):
-            assert in_flight(events(Layout(pp=p, order="gpipe"), coord, m)) == m
-            assert in_flight(events(Layout(pp=p), coord, m)) == min(p - coord, m)
+            assert in_flight(stage_passes(Layout(pp=p, order="gpipe"), coord, m)) == m
+            assert in_flight(stage_passes(Layout(pp=p), coord, m)) == min(p - coord, m)
             for v in (2, 3):
-                most = in_flight(events(Layout(pp=p, virtual=v), coord, m))
+                most = in_flight(stage_passes(Layout(pp=p, virtual=v), coord, m))
                 formula = min(2 * (p - 1 - coord) + (v - 1) * p + 1, m * v)
                 assert most == formula if m % p == 0 else most <= formula
 
@@ -231,11 +233,11 @@ def test_timeline_takes_the_times_it_is_given():
 def test_a_wrong_order_is_a_named_deadlock():
     layout = Layout(pp=2)
     orders = list(orders_of(layout, 2))
-    orders[0] = (Event("forward", 0, 0), Event("backward", 1, 0), Event("forward", 1, 0), Event("backward", 0, 0))
+    orders[0] = (StagePass("forward", 0, 0), StagePass("backward", 1, 0), StagePass("forward", 1, 0), StagePass("backward", 0, 0))
     with pytest.raises(RuntimeError, match=r"pp2: deadlock: coordinate 0 waits at .*micro=1"):
         timeline(layout, orders, lambda coord, event: 1.0)
 
 
 def test_nothing_to_do_takes_no_time():
-    assert events(Layout(pp=2), 0, 0) == ()
+    assert stage_passes(Layout(pp=2), 0, 0) == ()
     assert unit_time(Layout(pp=2), 0) == 0.0

@@ -19,7 +19,7 @@ from longshift.layout.placement import Bucket, buckets, moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps
 from longshift.program.turns import RankLayout, Visit
-from longshift.schedule.pipeline import events
+from longshift.schedule.pipeline import stage_passes
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links
@@ -324,7 +324,7 @@ class Follow:
         """Every backward of a unit, or of a block of rows of the loss."""
         for number, visit in enumerate(self.visits):
             view = self.views[visit.layout]
-            for event in events(visit.layout, view.at.pp, visit.micros):
+            for event in stage_passes(visit.layout, view.at.pp, visit.micros):
                 for unit in view.chunks[event.chunk] if event.kind == "backward" else ():
                     head = unit > self.spec.layers
                     after = [later for later in view.chunks[event.chunk] if unit < later <= self.spec.layers]

@@ -133,7 +133,7 @@ def played(text: str, micros: int, forward: float = 1, backward: float = 2, slow
     lists = []
     for stage in range(layout.pp):
         actions = []
-        for number, event in enumerate(pipeline.events(layout, stage, micros)):
+        for number, event in enumerate(pipeline.stage_passes(layout, stage, micros)):
             for moved, begins in ((pipeline.receives(layout, stage, event), True), (None, False)):
                 if moved is not None and begins:
                     parties = moved.source % layout.pp, moved.target % layout.pp

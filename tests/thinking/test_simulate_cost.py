@@ -22,7 +22,7 @@ from longshift.layout.layout import Layout
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.planner import candidates as layouts
 from longshift.planner.group_seconds import GroupSeconds, stalled_s, step_seconds
-from longshift.schedule.pipeline import events
+from longshift.schedule.pipeline import stage_passes
 from longshift.simulate.calibrate import fit, moved
 from longshift.simulate.cost import (
     CODED,
@@ -183,7 +183,7 @@ def replay(text: str, micros: int, forward_s=lambda coord: 1.0, backward_s=lambd
     """When the last event of a pipeline ends: `schedule.pipeline` on as many clocks as coordinates, messages free."""
     layout = Layout.parse(text)
     pp, virtual = layout.pp, layout.virtual
-    todo = [list(events(layout, coord, micros)) for coord in range(pp)]
+    todo = [list(stage_passes(layout, coord, micros)) for coord in range(pp)]
     clocks, ended = [0.0] * pp, {}
     while any(todo):
         for coord, queue in enumerate(todo):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.schedule.streamed import backward_turns, forward_turns
+from longshift.schedule.unit_events import backward_turns, forward_turns
 
 LAYERS = 12
 EVERY = st.integers(0, LAYERS + 1)

@@ -78,9 +78,9 @@ def test_pairs_of_a_ring_are_the_mask(lengths: list[int], ring: int, multiple: i
 
 @given(packs, st.integers(1, 25), st.integers(1, 3), windows | st.none())
 def test_chunks_see_what_the_window_reaches(lengths: list[int], tokens: int, ring: int, window: int | None):
-    cut = chunks.cut([n for n in lengths if n] or [1], tokens)
+    cut = chunks.cut_chunks([n for n in lengths if n] or [1], tokens)
     orders = [token_order([run.length for run in runs], ring, 1) for runs in cut]
-    for c, first in enumerate(chunks.reach(cut, window)):
+    for c, first in enumerate(chunks.first_key_chunks(cut, window)):
         for j in range(c):
             own, others = cut[c][0], cut[j][-1]
             together = own.document == others.document

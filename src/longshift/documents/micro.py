@@ -17,7 +17,7 @@ from longshift.layout import axes
 from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch, on_device, rotary_table
 from longshift.model.loss import IGNORE
-from longshift.schedule.chunks import cut
+from longshift.schedule.chunks import cut_chunks
 from longshift.schedule.sequence import PADDING, Run, TokenOrder, pack_order
 from longshift.spec.model import ModelSpec
 
@@ -57,7 +57,7 @@ def host_pack(documents: Sequence[Document], layout: Layout, rank: int, device: 
     documents = documents or [_padding_document()]
     chunks = ()
     if layout.chunk:
-        chunks = cut([len(d.ids) for d in documents], layout.chunk)
+        chunks = cut_chunks([len(d.ids) for d in documents], layout.chunk)
         shares = tuple(_share_of_chunk(documents, runs, layout, rank) for runs in chunks)
     else:
         shares = (share(documents, layout, rank),)

@@ -32,7 +32,7 @@ Words are joined by dots, in any order: `dp2.tp2`, `pp2.dp2.tp2.z3`, `u4.chunk64
     kv-offload           of a chunked layout: keys and values wait outside the device too
     fpdt                 of a chunked layout: the order of the FPDT paper, in which attention is computed again
     every4               of a chunked layout: of every four blocks only the first one's input waits, and the forward of the others is
-                         computed again; every1: the input of each block waits, and attention is computed again (`schedule.streamed`)
+                         computed again; every1: the input of each block waits, and attention is computed again (`schedule.unit_events`)
 
 The axes, `layout.axes`, vary over ranks in their order there: those that move most bytes sit closest together.
 """
@@ -112,7 +112,7 @@ class Layout:
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `kv` and `schedule` of a chunked one: see
-    `schedule.chunks`; `every`: see `schedule.streamed`, 0: all blocks keep what their backward needs. `others`: degrees of axes without
+    `schedule.chunks`; `every`: see `schedule.unit_events`, 0: all blocks keep what their backward needs. `others`: degrees of axes without
     a field, by name.
     """
 

@@ -1,21 +1,23 @@
 """Ring attention over packed documents.
 
-Papers: Ring Attention (arXiv 2310.01889), its causal balance by two-ended cuts as in Llama 3 (arXiv 2407.21783); the merge of partial
-attentions by log-sum-exp is FlashAttention's (arXiv 2205.14135).
+Papers: Ring Attention (arXiv 2310.01889), its causal balance by two-ended cuts as in Llama 3 (arXiv
+2407.21783). The merge of partial attentions by log-sum-exp is FlashAttention's (arXiv 2205.14135).
 
-Sharding over r ranks: every document is cut in 2r pieces and rank i holds pieces i and 2r-1-i (`schedule.sequence`). Keys and values
-travel round the ring, their gradients behind them in float32; queries, outputs and log-sum-exps stay.
+Sharding over r ranks: every document is cut in 2r pieces and rank i holds pieces i and 2r-1-i
+(`schedule.sequence`). Keys and values travel round the ring, their gradients behind them in
+float32; queries, outputs and log-sum-exps stay.
 
-    step 0   own keys        causal            rank 0 ── k,v ──> rank 1
-    step s   keys of i - s   earlier pieces       ^                │
-             (all queries or all keys of half)    └── rank r-1 <───┘
+    step 0   keys of rank i       causal            rank 0 ── k,v ──> rank 1
+    step s   keys of rank i - s   earlier pieces       ^                │
+             (all queries or all keys of half)         └── rank r-1 <───┘
 
-For every document, step and rank the work is half a square, whoever holds the keys. Bytes in and out of a rank: forward
-2 (T/r) K H (r-1) elements; backward the same and, in float32, 2 (T/r) K H r.
+For every document, step and rank the work is half a square, whoever holds the keys. Bytes in and
+out of a rank: forward 2 (T/r) K H (r-1) elements; backward the same and, in float32, 2 (T/r) K H r.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,9 @@ from longshift.model.attention import Attention
 from longshift.model.decoder import MicroBatch
 from longshift.parallel.seams import LayoutOps
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
-from longshift.schedule.sequence import pairs_across as pairs_across  # step.chunked takes it from here
+from longshift.schedule.sequence import (
+    pairs_across as pairs_across,
+)  # step.chunked takes it from here
 
 
 def forward_into(
@@ -38,15 +42,23 @@ def forward_into(
     group: Group,
     first: bool,
 ) -> None:
-    """Fold the attention of q [L, N, H] to the keys and values kv [2, L, K, H] of all ranks into `out` [L, N, H] and `lse` [L, N], in at
-    least float32. `pairs_of(i)`: what there is to do with those of the i-th rank; the own ones reach every query where `first`."""
+    """Fold the attention of q [L, N, H] to the keys and values kv [2, L, K, H] of all ranks into
+    `out` [L, N, H] and `lse` [L, N], in at least float32.
+
+    `pairs_of(i)`: what there is to do with the keys of the i-th rank.
+    `first`: whether `out` is empty. This rank's keys then reach every query.
+    """
     for step in range(group.size):
-        pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
+        # 1. Pass the keys on while attending to them.
+        arrival = _pass_on(kv, group) if step < group.size - 1 else Arrival(Pending(), kv)
         for queries, keys, mask in pairs_of((group.index - step) % group.size):
-            begins = first and step == 0 and mask == "causal"
-            attention.fold(out[queries], lse[queries], q[queries], kv[0, keys], kv[1, keys], mask, begins)
-        pending.wait()
-        kv = following
+            is_first = first and step == 0 and mask == "causal"
+            # No names for k and v: they would keep these keys when the next ones are here.
+            attention.fold(out[queries], lse[queries], q[queries], kv[0, keys], kv[1, keys], mask, is_first)
+
+        # 2. Take those of the rank before.
+        arrival.pending.wait()
+        kv = arrival.tensor
 
 
 def backward_into(
@@ -61,67 +73,118 @@ def backward_into(
     attention: Attention,
     group: Group,
 ) -> None:
-    """Add the gradients of q and of this rank's kv, for the global `o` and `lse`, to `dq` and `dkv`, both in at least float32."""
-    arriving, received = Pending(), dkv
+    """Add the gradients of q and of this rank's kv to `dq` and `dkv`, both in at least float32.
+
+    `o`, `lse`: of attention to all keys.
+    """
+    grads_arrival = Arrival(Pending(), dkv)
     for step in range(group.size):
-        pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
-        here = torch.zeros_like(dkv) if group.size > 1 else dkv
+        # 1. Pass the keys on while forming this rank's part of their gradients.
+        arrival = _pass_on(kv, group) if step < group.size - 1 else Arrival(Pending(), kv)
+        part = torch.zeros_like(dkv) if group.size > 1 else dkv
         for queries, keys, mask in pairs_of((group.index - step) % group.size):
-            totals = dq[queries], here[0, keys], here[1, keys]
-            attention.add(totals, grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], mask)
+            attention.add(
+                (dq[queries], part[0, keys], part[1, keys]),
+                grad[queries],
+                q[queries],
+                kv[0, keys],
+                kv[1, keys],
+                o[queries],
+                lse[queries],
+                mask,
+            )
         if group.size == 1:
             return
-        arriving.wait()
-        arriving, received = _pass_on(here + received if step else here, group)
-        pending.wait()
-        kv = following
-    arriving.wait()
-    dkv += received
+
+        # 2. Add it to what the ranks before have formed, and send the sum after the keys.
+        grads_arrival.pending.wait()
+        total = part + grads_arrival.tensor if step else part
+        grads_arrival = _pass_on(total, group)
+        del total  # it is there until it is sent, no longer
+        arrival.pending.wait()
+        kv = arrival.tensor
+
+    # 3. After a whole round the sum is back at the rank of its keys.
+    grads_arrival.pending.wait()
+    dkv += grads_arrival.tensor
 
 
 class RingSeams(LayoutOps):
     """The ring in place of attention, on the heads that Ulysses leaves."""
 
-    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
-        qkv = self.to_heads(q_TNH, k_TKH, v_TKH)
-        return self.to_tokens(RingAttention.apply(*qkv, micro.order, window, self.attention, self.groups["ring"]))  # pyright: ignore
+    def attend(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        micro: MicroBatch,
+        window: int | None = None,
+    ) -> Tensor:
+        q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
+        group = self.groups["ring"]
+        o = RingAttention.apply(q, k, v, micro.order, window, self.attention, group)
+        return self.to_tokens(o)  # pyright: ignore[reportArgumentType]
 
 
 class RingAttention(torch.autograd.Function):
-    """Ring attention of a pack: apply(q [L, N, H], k [L, K, H], v [L, K, H], order, window, attention, group) -> o [L, N, H] for this
-    rank's L tokens of the pack."""
+    """Ring attention of a pack: apply(q [L, N, H], k [L, K, H], v [L, K, H], order, window,
+    attention, group) -> o [L, N, H] for this rank's L tokens of the pack."""
 
     @staticmethod
-    def forward(ctx, q, k, v, order: TokenOrder, window, attention: Attention, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, q, k, v, order: TokenOrder, window: int | None, attention: Attention, group: Group
+    ):
         pairs_of = partial(pairs, order, group.index, window=window)
         o, lse = attention.whole(lambda: _forward(q, torch.stack((k, v)), pairs_of, attention, group))
-        ctx.save_for_backward(q, k, v, *(() if attention.again else (o, lse)))
-        ctx.pairs_of, ctx.attention, ctx.group = pairs_of, attention, group
+        output = () if attention.again else (o, lse)
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.pairs_of = pairs_of
+        ctx.attention = attention
+        ctx.group = group
         return o
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, *made = ctx.saved_tensors
-        wide, kv = torch.promote_types(q.dtype, torch.float32), torch.stack((k, v))
-        o, lse = made or _forward(q, kv, ctx.pairs_of, ctx.attention, ctx.group)
-        dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+        q, k, v, *output = ctx.saved_tensors
+        kv = torch.stack((k, v))
+        o, lse = output or _forward(q, kv, ctx.pairs_of, ctx.attention, ctx.group)
+
+        # Gradients grow in at least float32 from pair to pair.
+        accum_dtype = torch.promote_types(q.dtype, torch.float32)
+        dq = torch.zeros_like(q, dtype=accum_dtype)
+        dkv = torch.zeros_like(kv, dtype=accum_dtype)
         backward_into(dq, dkv, grad, q, kv, o, lse, ctx.pairs_of, ctx.attention, ctx.group)
         return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None, None
 
 
-def _forward(q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], attention: Attention, group: Group) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor,
+    kv: Tensor,
+    pairs_of: Callable[[int], Sequence[Pair]],
+    attention: Attention,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
     """Output, in the format of q, and log-sum-exp of a pack."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q, dtype=accum_dtype)
+    lse = q.new_empty(q.shape[:2], dtype=accum_dtype)
     forward_into(out, lse, q, kv, pairs_of, attention, group, first=True)
     return out.to(q.dtype), lse
 
 
-def _pass_on(x: Tensor, group: Group) -> tuple[Pending, Tensor]:
-    """Send x to the next rank of the ring; returns the traffic and what is arriving from the rank before."""
-    following, before = (group.index + 1) % group.size, (group.index - 1) % group.size
+class Arrival(NamedTuple):
+    """A tensor from the rank before, which is there when `pending` has been waited for."""
+
+    pending: Pending
+    tensor: Tensor
+
+
+def _pass_on(x: Tensor, group: Group) -> Arrival:
+    """Send x to the next rank of the ring, and receive a tensor of its shape."""
+    next_index = (group.index + 1) % group.size
+    previous_index = (group.index - 1) % group.size
     nothing = x.new_empty(0)
-    pending, received = group.exchange(
-        [x if i == following else nothing for i in range(group.size)], [x.shape if i == before else (0,) for i in range(group.size)]
-    )
-    return pending, received[before]
+    sends = [x if index == next_index else nothing for index in range(group.size)]
+    shapes = [x.shape if index == previous_index else (0,) for index in range(group.size)]
+    pending, received = group.exchange(sends, shapes)
+    return Arrival(pending, received[previous_index])

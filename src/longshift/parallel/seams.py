@@ -11,13 +11,19 @@ from longshift.spec.model import ModelSpec, share
 
 
 class LayoutOps(Ops):
-    """The seams of one process, for the heads and vocabulary rows of a rank. `groups`: by axis that shares tokens."""
+    """The seams of one process, for the heads and vocabulary rows of a rank.
+
+    `groups`: by axis that shares tokens.
+    """
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, kernel: Kernel):
         super().__init__(spec, kernel, again=layout.recompute == "selective")
-        self.layout, coord = layout, layout.coord(world.rank)
+        coord = layout.coord(world.rank)
+        place = layout.place(coord, axes.weight_axes())
+        self.layout = layout
         self.groups: dict[str, Group] = {}
         for axis in axes.token_axes():
-            self.groups[axis.name] = world.group(layout.ranks(axis.name, of=world.rank), axis.name)
+            ranks = layout.ranks(axis.name, of=world.rank)
+            self.groups[axis.name] = world.group(ranks, axis.name)
         self.heads, self.kv_heads = tensor_heads(spec, layout, coord)
-        self.vocab_first = share(spec.vocab, layout.weight_ranks, layout.place(coord, axes.weight_axes()))[0]
+        self.vocab_first = share(spec.vocab, layout.weight_ranks, place)[0]

@@ -62,9 +62,10 @@ def leave(x: Tensor, group: Group) -> Tensor:
 
 def embed(weight: Tensor, tokens_T: Tensor, first: int, group: Group) -> Tensor:
     """This rank's share [T/t, D] of the embeddings; it holds vocabulary rows [first, first + len(weight))."""
-    here = (tokens_T >= first) & (tokens_T < first + weight.shape[0])
-    rows = F.embedding(torch.where(here, tokens_T - first, 0), weight)
-    return leave(rows * here.unsqueeze(-1), group)
+    # Tokens of other ranks' rows add nothing to the sum over the group.
+    is_local = (tokens_T >= first) & (tokens_T < first + weight.shape[0])
+    rows = F.embedding(torch.where(is_local, tokens_T - first, 0), weight)
+    return leave(rows * is_local.unsqueeze(-1), group)
 
 
 def loss(logits: Tensor, labels_T: Tensor, first: int, group: Group, by: Elementwise = WRITTEN_OUT) -> Tensor:

@@ -23,7 +23,7 @@ from longshift.simulate.cost import RECOMPUTE, Mesh
 from longshift.simulate.turn_calls import TurnKind, turn_calls
 from longshift.spec.formats import Format, adds_inside
 from longshift.spec.model import ModelSpec
-from longshift.weigh.needs import micros_of
+from longshift.weigh.needs import micro_count
 from longshift.weigh.recorder import Transport
 from longshift.weigh.turn_profile import Part, Phase
 from longshift.workload.groups import Edge, home_layout
@@ -128,7 +128,7 @@ def least_of_way(training: Training, edges: Sequence[Edge], tokens: int) -> floa
     for edge in edges:
         use = edge.use if len(edges) == 1 else replace(edge.use, zero=max(1, edge.use.zero))
         if not use.chunk and not use.stages:
-            found = device_bytes(training, Candidates.of([use]), edge.pack, micros_of(tokens, edge), at_home)
+            found = device_bytes(training, Candidates.of([use]), edge.pack, micro_count(tokens, edge), at_home)
             least = max(least, float(found[0]))
     return least
 

@@ -18,7 +18,7 @@ from longshift.planner.uneven import evened
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
-from longshift.weigh.needs import StepShape, most, needs
+from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
@@ -79,9 +79,9 @@ class Replay:
         return self.weighed[edges]
 
     def _weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
-        needed = needs(self.shape(edges), edges, self.task.transport, not self.task.on_gpu)
+        needed = memory_needs(self.shape(edges), edges, self.task.transport, not self.task.on_gpu)
         by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
-        return by_place, most(needed).device.op
+        return by_place, largest_need(needed).device.op
 
     def lacks(self, edges: tuple[Edge, ...]) -> tuple[float, str]:
         """The most bytes that a place lacks for what the ledger says, 0 or less where all of it fits, and which place."""

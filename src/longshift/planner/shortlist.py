@@ -23,7 +23,7 @@ from longshift.planner.memory_bound import Training, device_bytes
 from longshift.planner.task import Task
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
-from longshift.weigh.needs import micros_weighed
+from longshift.weigh.needs import micro_counts
 from longshift.workload.groups import Edge
 
 KEY_RATIO = 4  # of neighbouring key lengths, at least
@@ -65,7 +65,7 @@ class Problem:
         """Bytes that a device needs at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
         task = self.task
         is_1f1b = at.order == ORDERS.index("1f1b")
-        micros = micros_weighed(task.tokens_per_step, capacity * at.dp, at.pp * at.virtual, is_1f1b)
+        micros = micro_counts(task.tokens_per_step, capacity * at.dp, at.pp * at.virtual, is_1f1b)
         return device_bytes(self.training, at, capacity, micros)
 
     def seconds(self, at: Candidates, capacity: np.ndarray | float, load: Load) -> GroupSeconds:

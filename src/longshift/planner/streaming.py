@@ -42,6 +42,6 @@ def _first_that_fits(task: Task, mesh: Layout) -> Layout | None:
 def fits_first_rank(task: Task, layout: Layout) -> bool:
     """Whether every place has room for what the first rank needs in the largest step of this layout alone."""
     edges = (Edge(task.longest, layout),)
-    weighed = task.step_shape(edges, early=False).weighed(edges, 0, task.transport, not task.on_gpu)
+    weighed = task.step_shape(edges, early=False).estimate(edges, 0, task.transport, not task.on_gpu)
     limits = task.limits
     return all(peak.total <= limits[place] for place, peak in weighed.peaks.items())

@@ -24,8 +24,8 @@ from longshift.simulate.cost import Cost, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
 from longshift.step_report import shape_of
-from longshift.weigh.many_chunks import full_pack
-from longshift.weigh.needs import StepShape, most, needs
+from longshift.weigh.extrapolate_chunks import full_pack
+from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge
 
 DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured
@@ -115,7 +115,7 @@ def _of_layout(config: Config, edge: Edge, device: torch.device, way: Layout) ->
     on_cpu = device.type == "cpu"
     transport = "gloo" if on_cpu else "nccl"
     edges = [replace(edge, use=way)]
-    return most(needs(_shape(config, edge, way), edges, transport, on_cpu)).device.total
+    return largest_need(memory_needs(_shape(config, edge, way), edges, transport, on_cpu)).device.total
 
 
 def _shape(config: Config, edge: Edge, way: Layout) -> StepShape:

@@ -38,7 +38,7 @@ written to a second place: see [Note: early updates] in `program.step`.
 Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
 backward of the head on some rows. Where nothing is learned, `pass on` is a forward that keeps nothing, and `score` the loss alone. A `pass`
 keeps the output of attention beside the block's input; its `again` takes that and computes all else. The `part` of both, and of their
-backward, is "block with output". In a chunked layout a turn is a list of events, the same for every block (`schedule.streamed`).
+backward, is "block with output". In a chunked layout a turn is a list of events, the same for every block (`schedule.unit_events`).
 """
 
 from typing import Literal, NamedTuple

@@ -19,7 +19,7 @@ from longshift.layout.placement import boxes_on, moving_unit
 from longshift.program.operations import Kind, Op
 from longshift.schedule import pipeline
 from longshift.schedule.sequence import pack_order
-from longshift.schedule.streamed import backward_turns, forward_turns
+from longshift.schedule.unit_events import backward_turns, forward_turns
 from longshift.spec.model import ModelSpec, Param
 from longshift.switch.itinerary import Cut
 
@@ -121,7 +121,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
     make_turns = ((_ChunkedTurns if layout.chunk else _WholeTurns) if learns else _ScoringTurns)(view, visit, number, closing)
 
     # 1. The events of this stage, and what each of them waits for.
-    events = [event for event in pipeline.events(layout, view.at.pp, visit.micros) if learns or event.kind == "forward"]
+    events = [event for event in pipeline.stage_passes(layout, view.at.pp, visit.micros) if learns or event.kind == "forward"]
     receives = [pipeline.receives(layout, view.at.pp, event) for event in events]
     last_event = {event.micro: index for index, event in enumerate(events)}
     loaded: set[int] = set()
@@ -134,7 +134,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
         loaded.add(micro)
         return [Op("load", number, micro=micro)]
 
-    def message(kind: Kind, transfer: pipeline.Transfer | None, event: pipeline.Event) -> list[Op]:
+    def message(kind: Kind, transfer: pipeline.Transfer | None, event: pipeline.StagePass) -> list[Op]:
         return [] if transfer is None else [_message(kind, number, layout.pp, transfer, event)]
 
     def receive(index: int) -> list[Op]:
@@ -162,7 +162,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
     yield UnitTurn(-1, tuple(unawaited_sends))
 
 
-def _message(kind: Kind, number: int, pp: int, transfer: pipeline.Transfer, event: pipeline.Event) -> Op:
+def _message(kind: Kind, number: int, pp: int, transfer: pipeline.Transfer, event: pipeline.StagePass) -> Op:
     """The operation that posts or awaits what an event sends or receives. `number`: of the visit."""
     # An interleaved pipeline counts stages of all model chunks; ranks repeat every `pp` of them.
     source = transfer.source % pp
@@ -201,11 +201,11 @@ class _Turns:
             return self.closing or layout.zero >= 2
         return layout.zero >= 2 and layout.order != "vertical"
 
-    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+    def forward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         """Turns of a forward; `arrived`: what another stage computed goes before it."""
         raise NotImplementedError
 
-    def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+    def backward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         """Turns of a backward."""
         raise NotImplementedError
 
@@ -213,7 +213,7 @@ class _Turns:
 class _ScoringTurns(_Turns):
     """Turns of packs, whole or chunked, of which only the loss is wanted: nothing is kept."""
 
-    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+    def forward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         micro = event.micro
         layers = self.view.spec.layers
         is_chunked = bool(self.view.layout.chunk)
@@ -242,10 +242,10 @@ class _WholeTurns(_Turns):
         self.moves = view.layout.offload != "device"
         self.kept = view.kept
 
-    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+    def forward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         return self._forwards(event.chunk, (event.micro,))
 
-    def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+    def backward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         return self._backwards(event.chunk, (event.micro,))
 
     def vertical(self) -> Iterator[UnitTurn]:
@@ -319,7 +319,7 @@ class _WholeTurns(_Turns):
 class _ChunkedTurns(_Turns):
     """Turns of packs that are computed chunk by chunk. Their events add gradients to sums as they come."""
 
-    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+    def forward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         view = self.view
         units = view.chunks[event.chunk]
         if arrived:
@@ -330,7 +330,7 @@ class _ChunkedTurns(_Turns):
         if units[-1] <= view.spec.layers:
             yield UnitTurn(-1, (Op("depart", self.number, units[-1], event.micro, event.chunk, "forward"),))
 
-    def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+    def backward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         view = self.view
         units = view.chunks[event.chunk]
         if arrived:

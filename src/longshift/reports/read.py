@@ -170,7 +170,7 @@ def _memory(config: Config) -> dict[str, dict[str, Any]]:
     need = max(needs, key=lambda need: need.device.total)
     return {
         place: {"rank": need.rank, "total": peak.total, "during": peak.op, "alive": dict(peak.alive)}
-        for place, peak in need.weighed.peaks.items()
+        for place, peak in need.estimate.peaks.items()
     }
 
 

@@ -1,27 +1,36 @@
-"""Streaming a sequence through a device in chunks: what is fetched, computed, sent, stored and freed, in which order.
+"""Streaming a sequence through a device in chunks: what is fetched, computed, sent, stored and
+freed, in which order.
 
 Papers: Fully Pipelined Distributed Transformer (FPDT, arXiv 2408.16978), Ulysses-Offload.
 
-A pack is cut into chunks of consecutive tokens. What a block reads and writes lies in a *tier* (device, host or disk memory) as objects,
-one a chunk; on the device it lies in *buffers*, for as long as it is used. Not only attention is cut: the residual stream itself comes and
-goes by chunk, so that the device holds a few chunks, and with `kv="device"` the keys and values of one block.
+A pack is cut into chunks of consecutive tokens. What a block reads and writes lies in a *tier*
+(device, host or disk memory) as objects, one a chunk; on the device it lies in *buffers*, for as
+long as it is used. Not only attention is cut: the residual stream itself comes and goes by chunk,
+so that the device holds a few chunks, and with `kv="device"` the keys and values of one block.
 
-    x   input of the block      q, kv  queries; keys and values, rotated     dy, dx  gradients of output and input
-    y   output of the block     o      output of attention, log-sum-exp      do, dq, dkv  gradients of o, q, kv, the last two in float32
+    x      input of the block                     dx     gradient of x
+    y      output of the block                    dy     gradient of y
+    q, kv  queries; keys and values, rotated      dq, dkv   their gradients, in float32
+    o      output of attention, log-sum-exp       do     gradient of o
 
-Forward of chunk c, both schedules: x_c -> q_c, kv_c; attention of q_c to kv_c, then to the earlier kv_j of its first document; o_c -> y_c.
+Forward of chunk c, both schedules: x_c -> q_c, kv_c; attention of q_c to kv_c, then to the earlier
+kv_j of its first document; o_c -> y_c.
 
-    stream   backward: queries outside, descending. After the pairs (c, j) of chunk c, all that adds to dkv_c has been: dx_c is formed at
-             once and leaves. Inside a pair: kv_j in, dkv_j in and out.
-    fpdt     the paper's: a first pass forms q_c and do_c of all chunks, then keys and values outside, ascending. Inside a pair: q_i, do_i,
-             o_i in, dq_i in and out. After the pairs of kv_j all of dq_j has been.
+    stream   backward: queries outside, descending. After the pairs (c, j) of chunk c, dkv_c is
+             complete: dx_c is formed at once and leaves. Inside a pair: kv_j in, dkv_j in and out.
+    fpdt     the paper's: a first pass forms q_c and do_c of all chunks, then keys and values
+             outside, ascending. Inside a pair: q_i, do_i, o_i in, dq_i in and out. After the pairs
+             of kv_j, dq_j is complete.
 
-    keep="output"   o and kv stay in the tier from forward to backward: attention is never computed twice
+    keep="output"   o and kv stay in the tier from forward to backward: attention is never computed
+                    twice
     keep="input"    x alone stays; backward begins with the forward of attention
-    kv="device"     what the pairs need in turn stays on the device while the block runs: of `stream` kv and dkv, of `fpdt` q, do, o, dq
+    kv="device"     what all pairs need stays on the device while the block runs: of `stream` kv and
+                    dkv, of `fpdt` q, do, o, dq
 
-[Note: pairs] Documents lie end to end, so only a chunk's first document can have begun in an earlier chunk, and only a chunk's last one
-goes on. A pair (c, j), j < c, is one rectangle without a mask: the first piece of c against the last piece of j.
+[Note: pairs] Documents lie end to end, so only a chunk's first document can have begun in an
+earlier chunk, and only a chunk's last one goes on. A pair (c, j), j < c, is one rectangle without a
+mask: the first piece of c against the last piece of j.
 """
 
 from collections import defaultdict
@@ -36,17 +45,26 @@ from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.spec.model import ModelSpec
 
 Kind = Literal["fetch", "compute", "send", "store", "free", "drop", "accumulate"]
-MULTIPLYING_BACK = ("loss", "tail_back", "qkv_back")  # events that form gradients of weights by matmuls
 Buffer = tuple[str, int]  # an object's name, its chunk
-Sizes = Mapping[str, Sequence[int]]  # bytes of each chunk, by name
-LANES = {"fetch": "in", "compute": "compute", "send": "link", "store": "out"}  # kinds of events that go on at the same time
+BufferBytes = Mapping[str, Sequence[int]]  # of each chunk, by name
+
+# Events that form gradients of weights by matmuls.
+MULTIPLYING_BACK = ("loss", "tail_back", "qkv_back")
+
+# Kinds of events that go on at the same time.
+LANES = {"fetch": "in", "compute": "compute", "send": "link", "store": "out"}
 
 AHEAD = 1  # operations before its first reader, at which an object's fetch begins
 
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """`folder`: where the disk tier keeps its file; `ahead`: see Policy; `checked`: what comes back from disk is compared."""
+    """How a run streams.
+
+    `folder`: where the disk tier keeps its file.
+    `ahead`: see `Policy`.
+    `checked`: whether what comes back from disk is compared.
+    """
 
     folder: str = "."
     ahead: int = AHEAD
@@ -54,9 +72,15 @@ class StreamOptions:
 
 
 class Event(NamedTuple):
-    """`name`: of compute and send the operation, else the object. `keys`: of attention the chunk whose keys, of a loss the block of rows;
-    `accumulate` adds the gradients that the operation before it left on weights to their sums. `slots`: the places on the
-    device of `reads` and `writes`, in that order; two buffers of one name and slot are never there at one time. `bytes`: that move."""
+    """One thing that is done for a chunk. `accumulate` adds the gradients that the operation before
+    it left on weights to their sums.
+
+    `name`: of compute and send the operation, else the object.
+    `keys`: of attention the chunk whose keys it takes, of a loss the block of rows.
+    `bytes`: that move.
+    `slots`: places on the device of `reads` and `writes`, in that order. Two buffers of one name
+    and slot are never there at one time.
+    """
 
     kind: Kind
     name: str
@@ -75,8 +99,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """`sent`: the share of a buffer that leaves its rank where tokens and heads are exchanged, 0 where they are not; `ahead`: how many
-    operations before its first reader a fetch begins."""
+    """How a block is streamed.
+
+    `ahead`: how many operations before its first reader a fetch begins.
+    `sent`: the share of a buffer that leaves its rank where tokens and heads are exchanged, 0 where
+    they are not.
+    """
 
     schedule: Schedule = "stream"
     keep: Literal["output", "input"] = "output"
@@ -85,251 +113,372 @@ class Policy:
     sent: float = 0.0
 
 
-def cut(lengths: Sequence[int], chunk_tokens: int) -> tuple[tuple[Run, ...], ...]:
-    """Documents of these lengths, end to end, in chunks of `chunk_tokens`, the last one shorter."""
+def cut_chunks(lengths: Sequence[int], chunk_tokens: int) -> tuple[tuple[Run, ...], ...]:
+    """Cut documents of these lengths, end to end, into chunks of `chunk_tokens`, the last one
+    shorter."""
     chunks: list[list[Run]] = []
     room = 0
     for document, length in enumerate(lengths):
         start = 0
         while start < length:
-            if not room:
+            if room == 0:
                 chunks.append([])
                 room = chunk_tokens
-            taken = min(room, length - start)
-            chunks[-1].append(Run(document, start, taken))
-            start, room = start + taken, room - taken
+            tokens = min(room, length - start)
+            chunks[-1].append(Run(document, start, tokens))
+            start += tokens
+            room -= tokens
     return tuple(map(tuple, chunks))
 
 
-def reach(chunks: Sequence[Sequence[Run]], window: int | None = None) -> tuple[int, ...]:
-    """The first chunk that each chunk's queries see, in blocks with this sliding window. [Note: pairs]"""
-    found: list[int] = []
+def first_key_chunks(chunks: Sequence[Sequence[Run]], window: int | None = None) -> tuple[int, ...]:
+    """The first chunk whose keys each chunk's queries see, in blocks with this sliding window.
+    [Note: pairs]"""
+    first_keys: list[int] = []
     for number, runs in enumerate(chunks):
-        goes_on = number > 0 and runs[0].start > 0
-        alone = len(chunks[number - 1]) > 1 or chunks[number - 1][0].start == 0 if goes_on else True
-        found.append(number if not goes_on else number - 1 if alone else found[number - 1])
-    return tuple(found if window is None else (_seen(chunks, number, first, window) for number, first in enumerate(found)))
+        first = number
+        if number > 0 and runs[0].start > 0:
+            # Its first document has begun earlier: in the chunk before, or where that one's first
+            # document has, if it is the same.
+            previous = chunks[number - 1]
+            begins_there = len(previous) > 1 or previous[0].start == 0
+            first = number - 1 if begins_there else first_keys[number - 1]
+        first_keys.append(first)
+    if window is None:
+        return tuple(first_keys)
+
+    visible = []
+    for number, first in enumerate(first_keys):
+        hidden_position = chunks[number][0].start - window  # the last one that is out of sight
+        while first < number and _last_position(chunks[first]) <= hidden_position:
+            first += 1
+        visible.append(first)
+    return tuple(visible)
 
 
-def _seen(chunks: Sequence[Sequence[Run]], number: int, first: int, window: int) -> int:
-    """The first chunk from `first` on with a key that the first query of a chunk sees."""
-    seen = chunks[number][0].start - window  # the last position out of sight
-    while first < number and chunks[first][-1].start + chunks[first][-1].length - 1 <= seen:
-        first += 1
-    return first
+def _last_position(runs: Sequence[Run]) -> int:
+    return runs[-1].start + runs[-1].length - 1
 
 
-def orders(chunks: Sequence[Sequence[Run]], layout: Layout) -> list[TokenOrder]:
-    """How the tokens of each chunk lie over the ranks that share them; its documents are the pieces."""
+def chunk_orders(chunks: Sequence[Sequence[Run]], layout: Layout) -> list[TokenOrder]:
+    """How the tokens of each chunk lie over the ranks that share them. Its runs are documents of
+    their own."""
     return [pack_order(layout, [run.length for run in runs]) for runs in chunks]
 
 
-def forward(sees: Sequence[int], policy: Policy, sizes: Sizes, drop_x: bool = False) -> tuple[Event, ...]:
-    """A block's forward, chunk c seeing chunks `sees[c]` to c: from objects x to objects y, and what backward needs. With `drop_x` x is
-    gone, and a backward needs another forward before it."""
-    made = _List(sees, policy, sizes)
-    for chunk in range(len(sees)):
-        made.attention(chunk, stay=False, keep_o=policy.keep == "output", keep_kv=policy.keep == "output", tail=True)
-        made.drop(*([("x", chunk)] if drop_x else []))
-    return made.finished()
+def forward_events(first_keys: Sequence[int], policy: Policy, sizes: BufferBytes, drop_x: bool = False) -> tuple[Event, ...]:
+    """A block's forward: from objects x to objects y, and what backward needs.
+
+    `first_keys`: as of `first_key_chunks`.
+    `drop_x`: drops x, so that a backward needs another forward before it.
+    """
+    events = _EventList(first_keys, policy, sizes)
+    is_output_kept = policy.keep == "output"
+    for chunk in range(len(first_keys)):
+        events.attention(chunk, keep=is_output_kept)
+        events.tail(chunk)
+        if is_output_kept:
+            events.store(chunk, "o")
+        events.free(chunk, "x", "o")
+        if drop_x:
+            events.drop(chunk, "x")
+    return events.finish()
 
 
-def backward(sees: Sequence[int], policy: Policy, sizes: Sizes) -> tuple[Event, ...]:
-    """A block's backward: from objects dy, and what forward kept, to objects dx. Nothing but dx is left in the tier."""
-    made = _List(sees, policy, sizes)
+def backward_events(first_keys: Sequence[int], policy: Policy, sizes: BufferBytes) -> tuple[Event, ...]:
+    """A block's backward: from objects dy, and what forward kept, to objects dx. Nothing but dx is
+    left in the tier."""
+    events = _EventList(first_keys, policy, sizes)
+    is_stream = policy.schedule == "stream"
     if policy.keep == "input":
-        for chunk in range(len(sees)):
-            made.attention(chunk, stay=policy.kv == "device" and policy.schedule == "stream", keep_o=True, keep_kv=True, tail=False)
-    (made.queries_outside if policy.schedule == "stream" else made.keys_outside)()
-    return made.finished()
+        leave_kv = is_stream and policy.kv == "device"
+        for chunk in range(len(first_keys)):
+            events.attention(chunk, keep=True, leave_kv=leave_kv)
+            events.store(chunk, "o")
+            events.free(chunk, "x", "o")
+    if is_stream:
+        events.queries_outside()
+    else:
+        events.keys_outside()
+    return events.finish()
 
 
-def alone(
-    operation: str, reads: str | None, writes: str | None, count: int, ahead: int, sizes: Sizes, blocks: Sequence[int] = ()
+def end_events(
+    operation: str,
+    reads: str | None,
+    writes: str | None,
+    count: int,
+    ahead: int,
+    sizes: BufferBytes,
+    blocks: Sequence[int] = (),
 ) -> tuple[Event, ...]:
-    """Chunk by chunk from objects `reads`, which are dropped, to objects `writes`: embedding and loss. `blocks`: of a loss, into how many
-    blocks of rows each chunk is cut."""
-    made = _List(range(count), Policy(ahead=ahead), sizes)
+    """An end of the model, embedding or loss, chunk by chunk: from objects `reads`, which are
+    dropped, to objects `writes`.
+
+    `blocks`: of a loss, into how many blocks of rows each chunk is cut.
+    """
+    events = _EventList(range(count), Policy(ahead=ahead), sizes)
+    inputs = [reads] if reads else []
+    outputs = [writes] if writes else []
     for c in range(count):
-        read, write = ([(name, c)] if name else [] for name in (reads, writes))
-        made.need(*read)
+        events.need(c, *inputs)
         for block in range(blocks[c] if blocks else 1):
-            made.compute(operation, c, read + (write if block else []), write, keys=block if blocks else -1)
+            # The first block of rows makes the output, further ones write into it.
+            names = inputs + (outputs if block else [])
+            keys = block if blocks else -1
+            events.compute(operation, c, _of_chunk(c, names), _of_chunk(c, outputs), keys)
             if operation not in ("embed", "score"):
-                made.accumulate(c)
-        made.store(*write)
-        made.free(*read, *write)
-        made.drop(*read)
-    return made.finished()
+                events.accumulate(c)
+        events.store(c, *outputs)
+        events.free(c, *inputs, *outputs)
+        events.drop(c, *inputs)
+    return events.finish()
 
 
-def sizes(spec: ModelSpec, layout: Layout, at: Coord, orders: Sequence[TokenOrder], compute_bytes: int) -> Sizes:
-    """Bytes on the rank that stands at `at`."""
-    heads, (queries, keys) = len(tensor_heads(spec, layout, at)[0]), own_heads(spec, layout, at)
-    wide = max(4, compute_bytes)
-    row, head = spec.width * compute_bytes, spec.head_width * compute_bytes
-    per_token = {  # of attention's tokens
+def _of_chunk(chunk: int, names: Sequence[str]) -> list[Buffer]:
+    return [(name, chunk) for name in names]
+
+
+def buffer_bytes(
+    spec: ModelSpec,
+    layout: Layout,
+    coord: Coord,
+    orders: Sequence[TokenOrder],
+    compute_bytes: int,
+) -> BufferBytes:
+    """Bytes on the rank at `coord`, of chunks in these orders."""
+    heads = len(tensor_heads(spec, layout, coord)[0])
+    queries, keys = own_heads(spec, layout, coord)
+    kv_heads = -(-heads * spec.kv_heads // spec.heads)
+    accum_bytes = max(4, compute_bytes)
+    row = spec.width * compute_bytes
+    head = spec.head_width * compute_bytes
+    accum_head = spec.head_width * accum_bytes
+
+    # 1. Inside attention: all tokens of a ring coordinate, heads of this rank.
+    attention = {
         "q": queries * head,
         "do": queries * head,
         "kv": 2 * keys * head,
-        "o": queries * (head + wide),
-        "dq": queries * spec.head_width * wide,
-        "dkv": 2 * keys * spec.head_width * wide,
+        "o": queries * (head + accum_bytes),  # log-sum-exp is in the accumulation format
+        "dq": queries * accum_head,
+        "dkv": 2 * keys * accum_head,
     }
-    found: dict[str, list[int]] = {name: [order.local_tokens * size for order in orders] for name, size in per_token.items()}
-    found |= {name: [order.local_tokens // layout.contiguous_ranks * row for order in orders] for name in ("x", "y", "dx", "dy", "dr")}
-    tokens = [order.local_tokens // layout.neighbor_ranks for order in orders]
-    kv_heads = -(-heads * spec.kv_heads // spec.heads)
-    found |= {name: [n * heads * head for n in tokens] for name in ("o_tokens", "do_tokens")}
-    found |= {name: [n * (heads + 2 * kv_heads) * head for n in tokens] for name in ("qkv", "dqkv")}
-    return found
+    # 2. Before the exchange of tokens for heads: tokens of this rank.
+    local = {
+        "o_tokens": heads * head,
+        "do_tokens": heads * head,
+        "qkv": (heads + 2 * kv_heads) * head,
+        "dqkv": (heads + 2 * kv_heads) * head,
+    }
+    # 3. The residual stream.
+    stream = dict.fromkeys(("x", "y", "dx", "dy", "dr"), row)
+
+    sizes: dict[str, list[int]] = {}
+    for ranks, token_bytes in (
+        (1, attention),
+        (layout.neighbor_ranks, local),
+        (layout.contiguous_ranks, stream),
+    ):
+        for name, size in token_bytes.items():
+            sizes[name] = [order.local_tokens // ranks * size for order in orders]
+    return sizes
 
 
-class _List:
-    """An event list while it grows. Mutable. `live`: buffers on the device; `stored`: objects that this list has put into the tier."""
+class _EventList:
+    """An event list while it grows. Mutable.
 
-    def __init__(self, sees: Sequence[int], policy: Policy, sizes: Sizes):
-        self.sees, self.policy, self.sizes = sees, policy, sizes
-        self.count = len(sees)
-        self.last = [max(c for c in range(j, self.count) if sees[c] <= j) for j in range(self.count)]  # the last chunk that sees j
+    `last_readers`: by chunk, the last chunk that sees its keys.
+    `live`: buffers on the device.
+    `stored`: objects that this list has put into the tier.
+    """
+
+    def __init__(self, first_keys: Sequence[int], policy: Policy, sizes: BufferBytes):
+        self.first_keys = first_keys
+        self.policy = policy
+        self.sizes = sizes
+        self.count = len(first_keys)
+        self.last_readers = []
+        for j in range(self.count):
+            readers = [c for c in range(j, self.count) if first_keys[c] <= j]
+            self.last_readers.append(readers[-1])
+        self.is_resident = policy.kv == "device"
         self.events: list[Event] = []
         self.live: dict[Buffer, None] = {}
         self.stored: dict[Buffer, None] = {}
 
-    # Both passes of attention
+    # Parts of a block
 
-    def attention(self, c: int, stay: bool, keep_o: bool, keep_kv: bool, tail: bool) -> None:
-        """Chunk c through a block, or without its `tail` up to the output of attention; with `stay`, kv is left on the device."""
-        self.need(("x", c))
+    def attention(self, c: int, keep: bool, leave_kv: bool = False) -> None:
+        """Chunk c up to the output of attention. x_c and o_c stay on the device.
+
+        `keep`: whether kv waits for the backward. `leave_kv`: on the device.
+        """
+        # 1. Attention to its own keys, which go to the tier where they are read again.
+        self.need(c, "x")
         self.project(c, graph=False)
         self.compute("attend", c, [("q", c), ("kv", c)], [("o", c)], keys=c)
-        resident, later = self.policy.kv == "device", self.last[c] > c
-        if later and ((keep_kv and not stay) or not resident):
-            self.store(("kv", c))
-        if not later or not resident:
-            self.free(("kv", c))
-        for j in range(self.sees[c], c):
-            self.need(("kv", j))
+        is_read_again = self.last_readers[c] > c
+        if is_read_again and (not self.is_resident or (keep and not leave_kv)):
+            self.store(c, "kv")
+        if not is_read_again or not self.is_resident:
+            self.free(c, "kv")
+
+        # 2. Attention to earlier keys.
+        for j in range(self.first_keys[c], c):
+            self.need(j, "kv")
             self.compute("attend", c, [("q", c), ("kv", j), ("o", c)], [("o", c)], keys=j)
-            if not resident or (self.last[j] == c and not stay):
-                self.free(("kv", j))
-            if not keep_kv and not resident and self.last[j] == c:
-                self.drop(("kv", j))
-        self.free(("q", c))
-        if tail:
-            self.compute("tail", c, [("x", c), self.to_tokens(c)], [("y", c)])
-            self.store(("y", c))
-            self.free(("y", c), ("o_tokens", c))
-        if keep_o:
-            self.store(("o", c))
-        self.free(("x", c), ("o", c))
+            is_last_reader = self.last_readers[j] == c
+            if not self.is_resident or (is_last_reader and not leave_kv):
+                self.free(j, "kv")
+            if is_last_reader and not self.is_resident and not keep:
+                self.drop(j, "kv")
+        self.free(c, "q")
+
+    def tail(self, c: int) -> None:
+        """o_c and x_c to y_c, which leaves."""
+        self.compute("tail", c, [("x", c), self.to_tokens(c)], [("y", c)])
+        self.store(c, "y")
+        self.free(c, "y", "o_tokens")
 
     def project(self, c: int, graph: bool, heads: bool = True) -> None:
         """x_c to q_c and kv_c, with what their backward needs; without `heads`, to that alone."""
-        writes = [("q", c), ("kv", c)] if heads else []
-        kept = [("graph", c)] if graph else []
+        graphs = [("graph", c)] if graph else []
+        outputs = [("q", c), ("kv", c)] if heads else []
         if not self.policy.sent:
-            self.compute("qkv", c, [("x", c)], kept + writes)
+            self.compute("qkv", c, [("x", c)], graphs + outputs)
             return
-        self.compute("qkv", c, [("x", c)], [*kept, ("qkv", c)])
-        self.send("to_heads", c, [("qkv", c)], [*([("exchange", c)] if graph else []), *writes])
-        self.free(("qkv", c))
+        self.compute("qkv", c, [("x", c)], [*graphs, ("qkv", c)])
+        exchanges = [("exchange", c)] if graph else []
+        self.send("to_heads", c, [("qkv", c)], exchanges + outputs)
+        self.free(c, "qkv")
 
     def to_tokens(self, c: int) -> Buffer:
-        """o_c where the rest of the block wants it."""
+        """Have o_c as the rest of the block takes it. Returns its buffer."""
         if not self.policy.sent:
             return "o", c
         self.send("to_tokens", c, [("o", c)], [("o_tokens", c)])
         return "o_tokens", c
 
     def tail_back(self, c: int) -> None:
-        """o_c, x_c and dy_c to do_c and dr_c, the part of dx_c that does not go through attention."""
-        self.need(("x", c), ("o", c), ("dy", c))
-        self.compute("tail_back", c, [("x", c), self.to_tokens(c), ("dy", c)], [("dr", c), ("do_tokens" if self.policy.sent else "do", c)])
+        """o_c, x_c and dy_c to do_c and dr_c, the part of dx_c that does not go through
+        attention."""
+        self.need(c, "x", "o", "dy")
+        do = "do_tokens" if self.policy.sent else "do"
+        reads = [("x", c), self.to_tokens(c), ("dy", c)]
+        self.compute("tail_back", c, reads, [("dr", c), (do, c)])
         self.accumulate(c)
-        self.free(("dy", c))
+        self.free(c, "dy")
         if self.policy.sent:
             self.send("to_tokens_back", c, [("do_tokens", c)], [("do", c)])
-            self.free(("do_tokens", c), ("o_tokens", c))
+            self.free(c, "do_tokens", "o_tokens")
 
     def qkv_back(self, c: int) -> None:
         """dq_c, dkv_c and dr_c to dx_c, which leaves."""
+        grads = [("dq", c), ("dkv", c)]
         if self.policy.sent:
-            self.send("to_heads_back", c, [("exchange", c), ("dq", c), ("dkv", c)], [("dqkv", c)])
-            self.compute("qkv_back", c, [("graph", c), ("dqkv", c), ("dr", c)], [("dx", c)])
-        else:
-            self.compute("qkv_back", c, [("graph", c), ("dq", c), ("dkv", c), ("dr", c)], [("dx", c)])
+            self.send("to_heads_back", c, [("exchange", c), *grads], [("dqkv", c)])
+            grads = [("dqkv", c)]
+        self.compute("qkv_back", c, [("graph", c), *grads, ("dr", c)], [("dx", c)])
         self.accumulate(c)
-        self.store(("dx", c))
-        self.free(*((n, c) for n in ("graph", "exchange", "dqkv", "dq", "dkv", "dr", "dx", "x")))
+        self.store(c, "dx")
+        self.free(c, "graph", "exchange", "dqkv", "dq", "dkv", "dr", "dx", "x")
 
     # Backward
 
     def queries_outside(self) -> None:
-        resident = self.policy.kv == "device"
         for c in reversed(range(self.count)):
+            # 1. Make q_c, do_c, and kv_c with its graph.
             self.tail_back(c)
-            self.free(("kv", c))  # computed again with its graph
+            self.free(c, "kv")  # computed again with its graph
             self.project(c, graph=True)
-            for j in range(c, self.sees[c] - 1, -1):
+
+            # 2. All pairs of queries c.
+            for j in range(c, self.first_keys[c] - 1, -1):
+                sums: list[Buffer] = []
                 if j < c:
-                    self.need(("kv", j))
-                added = [("dkv", j)] if ("dkv", j) in self.live or ("dkv", j) in self.stored else []
-                self.need(*added)
-                began = [("dq", c)] if j < c else []
-                reads = [("q", c), ("kv", j), ("o", c), ("do", c), *added, *began]
-                self.compute("attend_back", c, reads, [("dq", c), ("dkv", j)], keys=j)
-                if j < c and not resident:
-                    self.store(("dkv", j))
-                    self.free(("dkv", j), ("kv", j))
-            self.free(("q", c), ("kv", c), ("o", c), ("do", c))
+                    self.need(j, "kv")
+                if ("dkv", j) in self.live or ("dkv", j) in self.stored:
+                    self.need(j, "dkv")
+                    sums.append(("dkv", j))
+                if j < c:
+                    sums.append(("dq", c))
+                self.attend_back(c, j, sums)
+                if j < c and not self.is_resident:
+                    self.store(j, "dkv")
+                    self.free(j, "dkv", "kv")
+            self.free(c, "q", "kv", "o", "do")
+
+            # 3. dkv_c is complete: no earlier queries see it.
             self.qkv_back(c)
-            self.drop(*((n, c) for n in ("x", "o", "dy")))
+            self.drop(c, "x", "o", "dy")
             self.drop_kv(c)
-            self.drop(*([("dkv", c)] if ("dkv", c) in self.stored else []))
+            if ("dkv", c) in self.stored:
+                self.drop(c, "dkv")
 
     def keys_outside(self) -> None:
-        resident = self.policy.kv == "device"
+        # 1. Make q and do of all chunks.
         for c in range(self.count):
             self.tail_back(c)
             self.project(c, graph=False)
-            self.store(("dr", c))
-            self.free(("dr", c), ("x", c))
-            if self.last[c] == c:
-                self.store(("kv", c))
-            self.free(("kv", c))
-            if not resident:
-                self.store(("q", c), ("do", c))
-                self.free(("q", c), ("do", c), ("o", c))
+            self.store(c, "dr")
+            self.free(c, "dr", "x")
+            if self.last_readers[c] == c:
+                self.store(c, "kv")
+            self.free(c, "kv")
+            if not self.is_resident:
+                self.store(c, "q", "do")
+                self.free(c, "q", "do", "o")
+
         for j in range(self.count):
-            self.need(("kv", j))
-            for i in range(self.last[j], j - 1, -1):
-                added = [("dq", i)] if self.sees[i] < j else []
-                self.need(("q", i), ("do", i), ("o", i), *added)
-                began = [("dkv", j)] if i < self.last[j] else []
-                reads = [("q", i), ("kv", j), ("o", i), ("do", i), *added, *began]
-                self.compute("attend_back", i, reads, [("dq", i), ("dkv", j)], keys=j)
-                if i > j and not resident:
-                    self.store(("dq", i))
-                    self.free(("q", i), ("do", i), ("o", i), ("dq", i))
-            self.free(("q", j), ("do", j), ("o", j), ("kv", j))
-            self.need(("x", j), ("dr", j))
+            # 2. All pairs of keys j.
+            self.need(j, "kv")
+            for i in range(self.last_readers[j], j - 1, -1):
+                sums: list[Buffer] = []
+                self.need(i, "q", "do", "o")
+                if self.first_keys[i] < j:
+                    self.need(i, "dq")
+                    sums.append(("dq", i))
+                if i < self.last_readers[j]:
+                    sums.append(("dkv", j))
+                self.attend_back(i, j, sums)
+                if i > j and not self.is_resident:
+                    self.store(i, "dq")
+                    self.free(i, "q", "do", "o", "dq")
+            self.free(j, "q", "do", "o", "kv")
+
+            # 3. dq_j is complete: it sees no later keys.
+            self.need(j, "x", "dr")
             self.project(j, graph=True, heads=False)
             self.qkv_back(j)
-            self.drop(*((n, j) for n in ("x", "o", "dy", "dr")))
-            self.drop(*((n, j) for n in ("q", "do", "dq") if (n, j) in self.stored))
+            self.drop(j, "x", "o", "dy", "dr")
+            for name in ("q", "do", "dq"):
+                if (name, j) in self.stored:
+                    self.drop(j, name)
             self.drop_kv(j)
+
+    def attend_back(self, c: int, j: int, sums: Sequence[Buffer]) -> None:
+        """The pair (c, j) to dq_c and dkv_j. `sums`: those of them that it adds to."""
+        reads = [("q", c), ("kv", j), ("o", c), ("do", c), *sums]
+        self.compute("attend_back", c, reads, [("dq", c), ("dkv", j)], keys=j)
 
     # Events
 
-    def need(self, *buffers: Buffer) -> None:
-        """Have them on the device."""
-        for buffer in buffers:
-            if buffer not in self.live:
-                self.live[buffer] = None
-                self.events.append(Event("fetch", *buffer, writes=(buffer,), bytes=self.size(buffer)))
+    def need(self, chunk: int, *names: str) -> None:
+        """Have buffers on the device."""
+        for name in names:
+            if (name, chunk) not in self.live:
+                self.live[name, chunk] = None
+                self.add_move("fetch", name, chunk, writes=((name, chunk),))
 
-    def compute(self, name: str, c: int, reads: Sequence[Buffer], writes: Sequence[Buffer], keys: int = -1) -> None:
+    def compute(
+        self,
+        name: str,
+        c: int,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        keys: int = -1,
+    ) -> None:
         self.live |= dict.fromkeys(writes)
         self.events.append(Event("compute", name, c, tuple(reads), tuple(writes), keys))
 
@@ -337,105 +486,135 @@ class _List:
         self.events.append(Event("accumulate", "weights", c))
 
     def send(self, name: str, c: int, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
-        """The bytes are those of what attention works on, or of its output, as large as its queries. Ranks that share a key/value head are
-        each sent it."""
         self.live |= dict.fromkeys(writes)
-        moved = self.size(("q", c)) + (self.size(("kv", c)) if name.startswith("to_heads") else 0)
-        self.events.append(Event("send", name, c, tuple(reads), tuple(writes), bytes=int(moved * self.policy.sent)))
+        # What attention works on, or its output, which is as large as its queries. Ranks that
+        # share a key/value head are each sent it.
+        size = self.size("q", c)
+        if name.startswith("to_heads"):
+            size += self.size("kv", c)
+        sent_bytes = int(size * self.policy.sent)
+        self.events.append(Event("send", name, c, tuple(reads), tuple(writes), bytes=sent_bytes))
 
-    def store(self, *buffers: Buffer) -> None:
-        for buffer in buffers:
-            self.stored[buffer] = None
-            self.events.append(Event("store", *buffer, reads=(buffer,), bytes=self.size(buffer)))
+    def store(self, chunk: int, *names: str) -> None:
+        for name in names:
+            self.stored[name, chunk] = None
+            self.add_move("store", name, chunk, reads=((name, chunk),))
 
-    def free(self, *buffers: Buffer) -> None:
-        """Those that are there."""
-        for buffer in buffers:
-            if buffer in self.live:
-                del self.live[buffer]
-                self.events.append(Event("free", *buffer, bytes=self.size(buffer)))
+    def free(self, chunk: int, *names: str) -> None:
+        """Free those that are on the device."""
+        for name in names:
+            if (name, chunk) in self.live:
+                del self.live[name, chunk]
+                self.add_move("free", name, chunk)
 
-    def drop(self, *objects: Buffer) -> None:
-        for item in objects:
-            self.stored.pop(item, None)
-            self.events.append(Event("drop", *item, bytes=self.size(item)))
+    def drop(self, chunk: int, *names: str) -> None:
+        for name in names:
+            self.stored.pop((name, chunk), None)
+            self.add_move("drop", name, chunk)
 
     def drop_kv(self, c: int) -> None:
-        """Where this list or the forward has stored it."""
-        if ("kv", c) in self.stored or (self.policy.keep == "output" and self.last[c] > c):
-            self.drop(("kv", c))
+        """Drop kv where this list or the forward has stored it."""
+        is_kept = self.policy.keep == "output" and self.last_readers[c] > c
+        if is_kept or ("kv", c) in self.stored:
+            self.drop(c, "kv")
 
-    def size(self, buffer: Buffer) -> int:
-        return self.sizes[buffer[0]][buffer[1]] if buffer[0] in self.sizes else 0
+    def add_move(
+        self,
+        kind: Kind,
+        name: str,
+        chunk: int,
+        reads: tuple[Buffer, ...] = (),
+        writes: tuple[Buffer, ...] = (),
+    ) -> None:
+        size = self.size(name, chunk)
+        self.events.append(Event(kind, name, chunk, reads, writes, bytes=size))
 
-    def finished(self) -> tuple[Event, ...]:
+    def size(self, name: str, chunk: int) -> int:
+        return self.sizes[name][chunk] if name in self.sizes else 0
+
+    def finish(self) -> tuple[Event, ...]:
         assert not self.live, f"left on the device: {list(self.live)}"
-        return _placed(_ahead(self.events, self.policy.ahead))
+        return _assign_slots(_begin_fetches(self.events, self.policy.ahead))
 
 
-def _ahead(events: Sequence[Event], count: int) -> list[Event]:
-    """Each fetch moved up, before `count` more operations than it stands before, but not above what puts its object into the tier or its
-    buffer out of use, nor above an earlier fetch."""
-    found: list[Event] = []
+def _begin_fetches(events: Sequence[Event], ahead: int) -> list[Event]:
+    """Move each fetch up, before `ahead` more operations than it stands before."""
+    moved: list[Event] = []
     for event in events:
-        at = len(found)
-        if event.kind == "fetch":
-            crossed = 0
-            while at and crossed < count and found[at - 1].kind != "fetch":
-                before = found[at - 1]
-                if before.kind in ("store", "free") and before.object == event.object:
-                    break
-                crossed += before.kind in ("compute", "send")
-                at -= 1
-        found.insert(at, event)
-    return found
+        index = len(moved)
+        num_operations = 0
+        while event.kind == "fetch" and index and num_operations < ahead:
+            previous = moved[index - 1]
+            # Fetches keep their order. What puts the object into the tier, or its buffer out of
+            # use, comes first.
+            if previous.kind == "fetch":
+                break
+            if previous.kind in ("store", "free") and previous.object == event.object:
+                break
+            num_operations += previous.kind in ("compute", "send")
+            index -= 1
+        moved.insert(index, event)
+    return moved
 
 
-def _placed(events: Sequence[Event]) -> tuple[Event, ...]:
-    """With slots: a buffer takes the lowest free one of its name. What is equal is one object, since a list grows with the square of the
-    chunks."""
-    slot: dict[Buffer, int] = {}
-    taken: dict[str, set[int]] = defaultdict(set)
-    known: dict[Any, Any] = {}
-    found = []
+def _assign_slots(events: Sequence[Event]) -> tuple[Event, ...]:
+    """Give each buffer the lowest free slot of its name."""
+    slots: dict[Buffer, int] = {}
+    used_slots: dict[str, set[int]] = defaultdict(set)
 
-    def same(value: Any) -> Any:
-        return known.setdefault(value, value)
+    # Equal values become one object, since a list grows with the square of the chunks.
+    values: dict[Any, Any] = {}
 
+    def intern(value: Any) -> Any:
+        return values.setdefault(value, value)
+
+    def intern_buffers(buffers: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        return intern(tuple(map(intern, buffers)))
+
+    slotted = []
     for event in events:
         for buffer in event.writes:
-            if buffer not in slot:
-                mine = taken[buffer[0]]
-                slot[buffer] = next(number for number in count() if number not in mine)
-                mine.add(slot[buffer])
-        buffers = event.reads + event.writes or ((event.object,) if event.kind == "free" else ())
-        reads, writes = (same(tuple(map(same, some))) for some in (event.reads, event.writes))
-        found.append(same(event._replace(reads=reads, writes=writes, slots=same(tuple(slot[b] for b in buffers)))))
+            if buffer not in slots:
+                used = used_slots[buffer[0]]
+                slots[buffer] = next(slot for slot in count() if slot not in used)
+                used.add(slots[buffer])
+        buffers = event.reads + event.writes
         if event.kind == "free":
-            taken[event.name].discard(slot.pop(event.object))
-    return tuple(found)
+            buffers = (event.object,)
+        with_slots = event._replace(
+            reads=intern_buffers(event.reads),
+            writes=intern_buffers(event.writes),
+            slots=intern(tuple(slots[buffer] for buffer in buffers)),
+        )
+        slotted.append(intern(with_slots))
+        if event.kind == "free":
+            used_slots[event.name].discard(slots.pop(event.object))
+    return tuple(slotted)
 
 
 def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
-    """For each event the earlier ones that must have ended: who wrote what it reads, who last used what it writes. Places on the device
-    and objects in the tier count alike."""
-    writer: dict[tuple, int] = {}
+    """For each event the earlier ones that must have ended: who wrote what it reads, who last used
+    what it writes. Places on the device and objects in the tier count alike."""
+    writers: dict[tuple, int] = {}
     readers: dict[tuple, list[int]] = {}
-    found = []
+    dependencies = []
     for number, event in enumerate(events):
-        places = [(buffer[0], slot) for buffer, slot in zip(event.reads + event.writes, event.slots)]
-        reads, writes = places[: len(event.reads)], places[len(event.reads) :]
+        buffers = event.reads + event.writes
+        places: list[tuple] = [(name, slot) for (name, _), slot in zip(buffers, event.slots)]
+        reads = places[: len(event.reads)]
+        writes = places[len(event.reads) :]
         if event.kind == "fetch":
-            reads = [*reads, ("tier", event.object)]
+            reads.append(("tier", event.object))
         elif event.kind in ("store", "drop"):
-            writes = [*writes, ("tier", event.object)]
-        after = {writer[place] for place in reads if place in writer}
+            writes.append(("tier", event.object))
+
+        earlier = {writers[place] for place in reads + writes if place in writers}
         for place in writes:
-            after.update(readers.get(place, ()))
-            after.update([writer[place]] if place in writer else [])
+            earlier.update(readers.get(place, ()))
         for place in reads:
             readers.setdefault(place, []).append(number)
         for place in writes:
-            writer[place], readers[place] = number, []
-        found.append(tuple(sorted(after - {number})))
-    return tuple(found)
+            writers[place] = number
+            readers[place] = []
+        dependencies.append(tuple(sorted(earlier - {number})))
+    return tuple(dependencies)

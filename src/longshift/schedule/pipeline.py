@@ -16,7 +16,7 @@ Backwards go through the micro-batches from the first to the last in all orders,
 A transfer moves one micro-batch's boundary activation: tokens * width * element bytes, shared over the sequence axes.
 
 [Note: micro counts that do not divide] The interleaved order goes through the micro-batches in groups of p. For other counts it is
-the order of the next multiple of p without the events of the micro-batches that are not there. An event waits for events of its own
+the order of the next multiple of p without the passes of the micro-batches that are not there. A pass waits for passes of its own
 micro-batch only, so an order without deadlock stays without when whole micro-batches are left out.
 """
 
@@ -29,8 +29,8 @@ Kind = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class Event:
-    """One pass of micro-batch `micro` through model chunk `chunk` of the coordinate whose list this is."""
+class StagePass:
+    """A forward or backward of micro-batch `micro` through model chunk `chunk` of a coordinate."""
 
     kind: Kind
     micro: int
@@ -52,38 +52,54 @@ class Transfer:
     tag: int
 
 
-def events(layout: Layout, pp_coord: int, micros: int) -> tuple[Event, ...]:
-    """What coordinate `pp_coord` runs in a step of `micros` micro-batches: every (micro, chunk) forward and backward once."""
-    p, v = layout.pp, layout.virtual
-    groups = range(-(-micros // p))
-    passes = [(group * p + i, chunk) for group in groups for chunk in range(v) for i in range(p)]
+def stage_passes(layout: Layout, pp_coord: int, micros: int) -> tuple[StagePass, ...]:
+    """What coordinate `pp_coord` runs in a step of `micros` micro-batches, in order: each of its
+    model chunks forward and backward once for each."""
+    p = layout.pp
+    v = layout.virtual
+
+    # 1. In groups of p micro-batches, each model chunk in turn.
+    forwards: list[StagePass] = []
+    backwards: list[StagePass] = []
+    for group_start in range(0, micros, p):
+        for chunk in range(v):
+            for micro in range(group_start, group_start + p):
+                forwards.append(StagePass("forward", micro, chunk))
+                backwards.append(StagePass("backward", micro, v - 1 - chunk))
+
+    # 2. Some forwards run ahead. Then forwards and backwards alternate.
     if layout.order == "gpipe":
-        ahead = len(passes)
+        ahead = len(forwards)
+    elif v == 1:
+        ahead = p - 1 - pp_coord
     else:
-        ahead = p - 1 - pp_coord if v == 1 else 2 * (p - 1 - pp_coord) + (v - 1) * p
-    forwards = [Event("forward", micro, chunk) for micro, chunk in passes]
-    backwards = [Event("backward", micro, v - 1 - chunk) for micro, chunk in passes]
+        ahead = 2 * (p - 1 - pp_coord) + (v - 1) * p
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
         order += (forward, backward)
-    order += backwards[max(0, len(passes) - ahead) :]
-    return tuple(event for event in order if event.micro < micros)
+    order += backwards[max(0, len(forwards) - ahead) :]
+
+    # 3. The last group may have fewer than p. [Note: micro counts that do not divide]
+    return tuple(stage_pass for stage_pass in order if stage_pass.micro < micros)
 
 
-def receives(layout: Layout, pp_coord: int, event: Event) -> Transfer | None:
-    """What an event waits for; None at the first stage forward and at the last stage backward."""
-    stage = event.chunk * layout.pp + pp_coord
-    return _transfer(layout, event, stage - 1 if event.kind == "forward" else stage + 1, stage)
+def receives(layout: Layout, pp_coord: int, stage_pass: StagePass) -> Transfer | None:
+    """What a pass waits for; None at the first stage forward and at the last stage backward."""
+    stage = stage_pass.chunk * layout.pp + pp_coord
+    source = stage - 1 if stage_pass.kind == "forward" else stage + 1
+    return _transfer(layout, stage_pass, source, target=stage)
 
 
-def sends(layout: Layout, pp_coord: int, event: Event) -> Transfer | None:
-    """What an event hands on; None at the last stage forward and at the first stage backward."""
-    stage = event.chunk * layout.pp + pp_coord
-    return _transfer(layout, event, stage, stage + 1 if event.kind == "forward" else stage - 1)
+def sends(layout: Layout, pp_coord: int, stage_pass: StagePass) -> Transfer | None:
+    """What a pass hands on; None at the last stage forward and at the first stage backward."""
+    stage = stage_pass.chunk * layout.pp + pp_coord
+    target = stage + 1 if stage_pass.kind == "forward" else stage - 1
+    return _transfer(layout, stage_pass, source=stage, target=target)
 
 
-def _transfer(layout: Layout, event: Event, source: int, target: int) -> Transfer | None:
-    stages = layout.pp * layout.virtual
-    if not (0 <= source < stages and 0 <= target < stages):
+def _transfer(layout: Layout, stage_pass: StagePass, source: int, target: int) -> Transfer | None:
+    num_stages = layout.pp * layout.virtual
+    if not (0 <= source < num_stages and 0 <= target < num_stages):
         return None
-    return Transfer(source, target, tag=(event.micro * stages + target) * 2 + (event.kind == "backward"))
+    number = stage_pass.micro * num_stages + target
+    return Transfer(source, target, tag=2 * number + (stage_pass.kind == "backward"))

@@ -21,20 +21,31 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from longshift.layout.layout import Layout
-from longshift.schedule.windows import Mask, pieces
+from longshift.schedule.windows import Mask, Span, pieces
 
 PADDING = -1
 
-Pair = tuple[slice, slice, Mask]  # local queries, the sender's local keys
+
+class Pair(NamedTuple):
+    """Queries and keys that attention computes together: local tokens of this rank, and of the rank
+    that holds the keys."""
+
+    queries: slice
+    keys: slice
+    mask: Mask
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of one document, positions `start` to `start + length`; `document` PADDING has no tokens. Never empty."""
+    """Consecutive tokens of one document, positions `start` to `start + length`. Never empty.
+
+    `document`: PADDING for what has no tokens.
+    """
 
     document: int
     start: int
@@ -43,10 +54,14 @@ class Run:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Where each token of one pack lies. `runs[i]`: ring coordinate i's, maximal, in local order, padding last, `local_tokens` in all.
+    """Where each token of one pack lies.
 
-    Two runs of one document never overlap: the keys of one lie wholly before or wholly after the queries of the other, so that only
-    a run with itself needs a causal mask.
+    `lengths`: of the pack's documents.
+    `runs[i]`: those of ring coordinate i, maximal, in local order, padding last.
+    `local_tokens`: tokens of a coordinate, padding included.
+
+    Two runs of one document never overlap: the keys of one lie wholly before or wholly after the
+    queries of the other, so that only a run with itself needs a causal mask.
     """
 
     lengths: tuple[int, ...]
@@ -54,149 +69,207 @@ class TokenOrder:
     local_tokens: int
 
     def index(self, rank: int) -> np.ndarray:
-        """int64 [local_tokens]: the global index of each local token, PADDING (-1) where there is none."""
-        starts = (0, *accumulate(self.lengths))
-        return _concatenate(
-            np.full(run.length, PADDING, np.int64)
-            if run.document == PADDING
-            else np.arange(starts[run.document] + run.start, starts[run.document] + run.start + run.length, dtype=np.int64)
-            for run in self.runs[rank]
-        )
+        """int64 [local_tokens]: the global index of each local token, PADDING (-1) where there is
+        none."""
+        document_starts = (0, *accumulate(self.lengths))
+        parts = []
+        for run in self.runs[rank]:
+            if run.document == PADDING:
+                parts.append(np.full(run.length, PADDING, np.int64))
+            else:
+                start = document_starts[run.document] + run.start
+                parts.append(np.arange(start, start + run.length, dtype=np.int64))
+        return _concatenate(parts)
 
     def positions(self, rank: int) -> np.ndarray:
-        """int64 [local_tokens]: each local token's position in its document, counting from 0 in the padding too."""
-        return _concatenate(np.arange(run.start, run.start + run.length, dtype=np.int64) for run in self.runs[rank])
+        """int64 [local_tokens]: each local token's position in its document, counting from 0 in the
+        padding too."""
+        parts = []
+        for run in self.runs[rank]:
+            parts.append(np.arange(run.start, run.start + run.length, dtype=np.int64))
+        return _concatenate(parts)
 
 
 def pack_order(layout: Layout, lengths: Sequence[int]) -> TokenOrder:
-    """The order of a pack's tokens over the ranks that share it. A pack without documents is one token."""
+    """The order of a pack's tokens over the ranks that share it. A pack without documents is one
+    token."""
     return token_order(list(lengths) or [1], layout.two_ended_ranks, layout.contiguous_ranks)
 
 
 def token_order(lengths: Sequence[int], ranks: int, multiple: int) -> TokenOrder:
-    """Share documents of these lengths over `ranks` ranks, each padded to a multiple of `multiple` (ulysses * tp).
+    """Share documents of these lengths over `ranks` ring coordinates, each padded to a multiple of
+    `multiple` (ulysses * tp).
 
     Before padding, the coordinates hold equally many tokens up to one.
     """
-    spans: list[list[Run]] = [[] for _ in range(ranks)]
-    turn = 0  # the coordinate that takes the next of the tokens left over by 2R; goes on from document to document
+    # 1. Two pieces of each document for each coordinate. The coordinate that takes the first of the
+    #    tokens left over by 2R goes on from document to document.
+    runs_by_coord: list[list[Run]] = [[] for _ in range(ranks)]
+    next_coord = 0
     for document, length in enumerate(lengths):
-        bounds = (0, *accumulate(_pieces(length, ranks, turn)))
-        turn = (turn + length) % ranks
-        for i, runs in enumerate(spans):
-            runs.extend(_zigzag(document, bounds, i))
-    totals = [sum(run.length for run in runs) for runs in spans]
-    local = -(-max(totals) // multiple) * multiple
-    for runs, total in zip(spans, totals):
-        runs.extend([Run(PADDING, 0, local - total)] if total < local else [])
-    return TokenOrder(tuple(lengths), tuple(map(tuple, spans)), local)
+        bounds = (0, *accumulate(_piece_sizes(length, ranks, next_coord)))
+        next_coord = (next_coord + length) % ranks
+        for coord, runs in enumerate(runs_by_coord):
+            runs.extend(_zigzag(document, bounds, coord))
+
+    # 2. Pad all to the length of the longest.
+    totals = [sum(run.length for run in runs) for runs in runs_by_coord]
+    local_tokens = -(-max(totals) // multiple) * multiple
+    for runs, total in zip(runs_by_coord, totals):
+        if total < local_tokens:
+            runs.append(Run(PADDING, 0, local_tokens - total))
+    return TokenOrder(tuple(lengths), tuple(map(tuple, runs_by_coord)), local_tokens)
 
 
 @lru_cache(maxsize=256)
-def pairs(order: TokenOrder, mine: int, theirs: int, window: int | None = None) -> tuple[Pair, ...]:
-    """What ring coordinate `mine` computes with the keys of `theirs`: rectangles of local tokens, and the causal diagonal with its own.
-    With a window, the pieces of `schedule.windows`; those with the diagonal come first."""
+def pairs(order: TokenOrder, query_coord: int, key_coord: int, window: int | None = None) -> tuple[Pair, ...]:
+    """What ring coordinate `query_coord` computes with the keys of `key_coord`: rectangles of local
+    tokens, and with its own keys the causal diagonal.
+
+    With a window they are the pieces of `schedule.windows`, those with the diagonal first.
+    """
     if window is not None:
-        return _windowed(order, mine, theirs, window)
-    if mine == theirs:
-        return tuple((at, at, "causal") for _, at, _ in _documents(order.runs[mine]))
-    keys = {document: (at.start, runs) for document, at, runs in _documents(order.runs[theirs])}
-    found = []
-    for document, at, runs in _documents(order.runs[mine]):
-        if document == PADDING or document not in keys:
-            continue
-        start = at.start
-        key_start, key_runs = keys[document]
-        rectangles: list[Pair] = []
-        for run in runs:
-            seen = sum(other.length for other in key_runs if other.start < run.start)
-            if seen:
-                span = slice(key_start, key_start + seen)
-                if rectangles and rectangles[-1][1] == span:
-                    rectangles[-1] = (slice(rectangles[-1][0].start, start + run.length), span, "all")
-                else:
-                    rectangles.append((slice(start, start + run.length), span, "all"))
-            start += run.length
-        found.extend(rectangles)
-    return tuple(found)
+        return _windowed_pairs(order, query_coord, key_coord, window)
+    key_stretches = {each.document: each for each in _stretches(order.runs[key_coord])}
+    computed: list[Pair] = []
+    for stretch in _stretches(order.runs[query_coord]):
+        tokens = stretch.tokens
+        if query_coord == key_coord:
+            computed.append(Pair(tokens, tokens, "causal"))
+        elif stretch.document != PADDING and stretch.document in key_stretches:
+            computed += _rectangles(stretch, key_stretches[stretch.document])
+    return tuple(computed)
 
 
-def pairs_across(later: TokenOrder, mine: int, earlier: TokenOrder, theirs: int, between: int, window: int | None) -> tuple[Pair, ...]:
-    """What ring coordinate `mine` does, of a chunk in order `later`, with the keys that `theirs` holds of a chunk in order `earlier`: the
-    first document of the one is the last of the other. `between`: how many tokens of it lie from the start of its earlier piece to that of
-    its later one."""
-    mine_at, their_at = (span(later, mine, 0), span(earlier, theirs, len(earlier.lengths) - 1))
-    if not mine_at or not their_at:
+def pairs_across(
+    later: TokenOrder,
+    query_coord: int,
+    earlier: TokenOrder,
+    key_coord: int,
+    distance: int,
+    window: int | None,
+) -> tuple[Pair, ...]:
+    """What ring coordinate `query_coord` computes, of a chunk in order `later`, with the keys that
+    `key_coord` holds of a chunk in order `earlier`: the first document of the one is the last of
+    the other.
+
+    `distance`: tokens of the document from the start of its earlier piece to that of its later one.
+    """
+    queries = _find_stretch(later.runs[query_coord], 0)
+    keys = _find_stretch(earlier.runs[key_coord], len(earlier.lengths) - 1)
+    if queries is None or keys is None:
         return ()
     if window is None:
-        return ((mine_at, their_at, "all"),)
-    own = _placed(mine_at.start, later.runs[mine], 0, between)
-    others = _placed(their_at.start, earlier.runs[theirs], len(earlier.lengths) - 1, 0)
-    return tuple(_between(own, others, window))
+        return (Pair(queries.tokens, keys.tokens, "all"),)
+    return tuple(_band_pairs(_locate(queries, distance), _locate(keys), window))
 
 
-def span(order: TokenOrder, coord: int, document: int) -> slice | None:
-    """A document's local tokens on a ring coordinate; None where there are none."""
-    return next((at for found, at, _ in _documents(order.runs[coord]) if found == document), None)
+class _Stretch(NamedTuple):
+    """A document on a ring coordinate: its local tokens, and its runs in local order."""
+
+    document: int
+    tokens: slice
+    runs: list[Run]
 
 
-def _windowed(order: TokenOrder, mine: int, theirs: int, window: int) -> tuple[Pair, ...]:
-    found: list[Pair] = []
-    others = {document: _placed(at.start, runs, document, 0) for document, at, runs in _documents(order.runs[theirs])}
-    for document, at, runs in _documents(order.runs[mine]):
-        if mine == theirs or document != PADDING:
-            found += _between(_placed(at.start, runs, document, 0), others.get(document, []), window)
-    return tuple(sorted(found, key=lambda pair: pair[2] != "causal"))
-
-
-def _placed(at: int, runs: Sequence[Run], document: int, offset: int) -> list[tuple[int, int, int]]:
-    """First and last position of each run of a document, plus `offset`, and what to add to a position for its local number."""
-    found = []
-    for run in runs:
-        if run.document == document:
-            start = run.start + offset
-            found.append((start, start + run.length, at - start))
-            at += run.length
-    return found
-
-
-def _between(own: Sequence[tuple[int, int, int]], others: Sequence[tuple[int, int, int]], window: int) -> Iterator[Pair]:
-    for first, last, mine in own:
-        for begin, end, theirs in others:
-            for queries, keys, mask in pieces((first, last), (begin, end), window):
-                yield slice(queries[0] + mine, queries[1] + mine), slice(keys[0] + theirs, keys[1] + theirs), mask
-
-
-def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:
-    """(document, its local tokens, its runs) in local order."""
+def _stretches(runs: Sequence[Run]) -> Iterator[_Stretch]:
     start = 0
     for document, group in groupby(runs, key=attrgetter("document")):
-        same = list(group)
-        length = sum(run.length for run in same)
-        yield document, slice(start, start + length), same
-        start += length
+        document_runs = list(group)
+        stop = start + sum(run.length for run in document_runs)
+        yield _Stretch(document, slice(start, stop), document_runs)
+        start = stop
 
 
-def _pieces(length: int, ranks: int, turn: int) -> list[int]:
-    """Sizes of the 2R pieces of a document. The remainder is dealt one token a coordinate, from coordinate `turn` on: to low pieces
-    in the first round, to high pieces in the second."""
-    each, extra = divmod(length, 2 * ranks)
-    sizes = [each] * (2 * ranks)
-    for dealt in range(extra):
-        coord = (turn + dealt) % ranks
-        sizes[coord if dealt < ranks else 2 * ranks - 1 - coord] += 1
+def _find_stretch(runs: Sequence[Run], document: int) -> _Stretch | None:
+    return next((each for each in _stretches(runs) if each.document == document), None)
+
+
+def _rectangles(queries: _Stretch, keys: _Stretch) -> list[Pair]:
+    """What queries of a document compute with keys of it on another coordinate."""
+    rectangles: list[Pair] = []
+    start = queries.tokens.start
+    key_start = keys.tokens.start
+    for run in queries.runs:
+        stop = start + run.length
+        visible = sum(key_run.length for key_run in keys.runs if key_run.start < run.start)
+        key_span = slice(key_start, key_start + visible)
+        if rectangles and rectangles[-1].keys == key_span:
+            # Both runs see the same keys.
+            rectangles[-1] = Pair(slice(rectangles[-1].queries.start, stop), key_span, "all")
+        elif visible:
+            rectangles.append(Pair(slice(start, stop), key_span, "all"))
+        start = stop
+    return rectangles
+
+
+class _LocatedRun(NamedTuple):
+    """Positions of a run, half-open, and what to add to a position for its local number."""
+
+    positions: Span
+    shift: int
+
+
+def _locate(stretch: _Stretch, offset: int = 0) -> list[_LocatedRun]:
+    """Where the runs of a stretch lie. `offset`: what is added to their positions."""
+    located = []
+    local_start = stretch.tokens.start
+    for run in stretch.runs:
+        start = run.start + offset
+        located.append(_LocatedRun((start, start + run.length), local_start - start))
+        local_start += run.length
+    return located
+
+
+def _windowed_pairs(order: TokenOrder, query_coord: int, key_coord: int, window: int) -> tuple[Pair, ...]:
+    key_runs = {each.document: _locate(each) for each in _stretches(order.runs[key_coord])}
+    windowed: list[Pair] = []
+    for stretch in _stretches(order.runs[query_coord]):
+        if query_coord == key_coord or stretch.document != PADDING:
+            document_keys = key_runs.get(stretch.document, [])
+            windowed += _band_pairs(_locate(stretch), document_keys, window)
+    return tuple(sorted(windowed, key=lambda pair: pair.mask != "causal"))
+
+
+def _band_pairs(queries: Sequence[_LocatedRun], keys: Sequence[_LocatedRun], window: int) -> Iterator[Pair]:
+    for query_run in queries:
+        for key_run in keys:
+            for piece in pieces(query_run.positions, key_run.positions, window):
+                yield Pair(
+                    queries=_shift(piece.queries, query_run.shift),
+                    keys=_shift(piece.keys, key_run.shift),
+                    mask=piece.mask,
+                )
+
+
+def _shift(positions: Span, shift: int) -> slice:
+    first, last = positions
+    return slice(first + shift, last + shift)
+
+
+def _piece_sizes(length: int, ranks: int, first_coord: int) -> list[int]:
+    """Sizes of the 2R pieces of a document.
+
+    The remainder is dealt one token a coordinate, from `first_coord` on: to low pieces in the first
+    round, to high pieces in the second.
+    """
+    size, remainder = divmod(length, 2 * ranks)
+    sizes = [size] * (2 * ranks)
+    for number in range(remainder):
+        coord = (first_coord + number) % ranks
+        sizes[coord if number < ranks else 2 * ranks - 1 - coord] += 1
     return sizes
 
 
 def _zigzag(document: int, bounds: Sequence[int], coord: int) -> list[Run]:
-    """The pieces `coord` and its mirror image as runs; `bounds` are the 2R+1 piece boundaries."""
-    low, high = coord, len(bounds) - 2 - coord
+    """The pieces `coord` and its mirror image as runs. `bounds`: the 2R+1 piece boundaries."""
+    low = coord
+    high = len(bounds) - 2 - coord
+    spans = [(bounds[low], bounds[low + 1]), (bounds[high], bounds[high + 1])]
     if bounds[low + 1] == bounds[high]:
-        pieces = [(bounds[low], bounds[high + 1])]
-    else:
-        pieces = [(bounds[low], bounds[low + 1]), (bounds[high], bounds[high + 1])]
-    return [Run(document, start, stop - start) for start, stop in pieces if stop > start]
+        spans = [(bounds[low], bounds[high + 1])]
+    return [Run(document, start, stop - start) for start, stop in spans if stop > start]
 
 
-def _concatenate(parts) -> np.ndarray:
+def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *parts])

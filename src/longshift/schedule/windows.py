@@ -18,53 +18,71 @@ triangles and whole rectangles.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
-# Which keys a query sees: all of them; those up to its own number; those from its own number on. The last two have as many keys as queries.
+# Which keys a query sees: all of them; those up to its own number; those from its own number on.
+# The last two have as many keys as queries.
 Mask = Literal["all", "causal", "later"]
 Span = tuple[int, int]  # half-open
 
 
-def pieces(queries: Span, keys: Span, window: int | None) -> Iterator[tuple[Span, Span, Mask]]:
-    """What queries of a document do with keys of it: pieces in positions of the document, those with mask "causal" first. The two spans are
-    equal or have no position in common. Every pair of a query and a key that it sees is in exactly one piece."""
+class BandPiece(NamedTuple):
+    """Queries and keys that attention computes together, as positions of a document."""
+
+    queries: Span
+    keys: Span
+    mask: Mask
+
+
+def pieces(queries: Span, keys: Span, window: int | None) -> Iterator[BandPiece]:
+    """What queries of a document do with keys of it, pieces with mask "causal" first.
+
+    The two spans are equal or have no position in common. Every pair of a query and a key that it
+    sees is in exactly one piece.
+    """
     if window is None:
         if queries == keys:
-            yield queries, keys, "causal"
+            yield BandPiece(queries, keys, "causal")
         elif keys[0] < queries[0]:
-            yield queries, keys, "all"
+            yield BandPiece(queries, keys, "all")
         return
-    own = list(_blocks(queries, window))
-    others = dict(_blocks(keys, window))
-    if queries == keys:
-        for _, span in own:
-            yield span, span, "causal"
-    else:
-        for at, span in own:
-            if at in others and others[at][0] < span[0]:
-                yield span, others[at], "all"
-    for at, span in own:
-        if at - 1 in others:
-            yield from _after(span, others[at - 1], window)
+
+    # 1. Keys in the block of the queries.
+    query_blocks = list(_blocks(queries, window))
+    key_blocks = dict(_blocks(keys, window))
+    for block, block_queries in query_blocks:
+        if queries == keys:
+            yield BandPiece(block_queries, block_queries, "causal")
+        elif block in key_blocks and key_blocks[block][0] < block_queries[0]:
+            yield BandPiece(block_queries, key_blocks[block], "all")
+
+    # 2. Keys in the block before.
+    for block, block_queries in query_blocks:
+        if block - 1 in key_blocks:
+            yield from _later_pieces(block_queries, key_blocks[block - 1], window)
 
 
 def _blocks(span: Span, window: int) -> Iterator[tuple[int, Span]]:
     """Number and extent of each block of `window` positions that a span touches."""
     first, last = span
-    for at in range(first // window, -(-last // window)):
-        yield at, (max(first, at * window), min(last, (at + 1) * window))
+    for block in range(first // window, -(-last // window)):
+        start = block * window
+        yield block, (max(first, start), min(last, start + window))
 
 
-def _after(queries: Span, keys: Span, window: int) -> Iterator[tuple[Span, Span, Mask]]:
+def _later_pieces(queries: Span, keys: Span, window: int) -> Iterator[BandPiece]:
     """Keys of the block before that are further on in their block than the query in its own."""
-    ends = sorted({queries[0], queries[1], keys[0] + window, keys[1] + window})
-    cuts = list(pairwise(ends))
-    own = [(a, b) for a, b in cuts if queries[0] <= a and b <= queries[1]]
-    theirs = [(a, b) for a, b in cuts if keys[0] + window <= a and b <= keys[1] + window]
-    for span in own:
+    # Both spans as places in a block, cut at each other's ends.
+    shifted_keys = keys[0] + window, keys[1] + window
+    cuts = list(pairwise(sorted({*queries, *shifted_keys})))
+    query_spans = [(a, b) for a, b in cuts if queries[0] <= a and b <= queries[1]]
+    key_spans = [(a, b) for a, b in cuts if shifted_keys[0] <= a and b <= shifted_keys[1]]
+    for span in query_spans:
         a, b = span
-        if span in theirs and b - a > 1:
-            yield (a, b - 1), (a + 1 - window, b - window), "later"
-        later = [other for other in theirs if other[0] >= b]
-        if later:
-            yield span, (later[0][0] - window, later[-1][1] - window), "all"
+        if span in key_spans and b - a > 1:
+            # A query sees the keys after its own place, so the last one sees none.
+            yield BandPiece((a, b - 1), (a + 1 - window, b - window), "later")
+        later_spans = [key_span for key_span in key_spans if key_span[0] >= b]
+        if later_spans:
+            later_keys = later_spans[0][0] - window, later_spans[-1][1] - window
+            yield BandPiece(span, later_keys, "all")

@@ -8,7 +8,7 @@ from longshift.layout.layout import Layout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import LANES, Event, dependencies
 from longshift.schedule.sequence import Run
-from longshift.schedule.streamed import Lists, Turn, lists
+from longshift.schedule.unit_events import EventLists, Turn, event_lists
 from longshift.simulate.cost import Cost
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.simulate.rates import tier_copy_s
@@ -36,22 +36,22 @@ class ChunkClock:
 
     def turn(self, pack: Sequence[int], turn: Turn, window: int | None) -> tuple[float, float]:
         """Seconds of a turn of a unit until its last operation, and of its busiest lane, which many such units need each."""
-        cut = chunks.cut(list(pack), self.layout.chunk)
+        cut = chunks.cut_chunks(list(pack), self.layout.chunk)
         events = self.lists(cut, window)
-        pieces = timeline(events.of[turn], self._seconds(events, cut, window))
+        pieces = timeline(events.by_turn[turn], self._seconds(events, cut, window))
         busy: dict[str, float] = {}
         for piece in pieces:
             busy[piece.lane] = busy.get(piece.lane, 0.0) + piece.end - piece.start
         until = max((piece.end for piece in pieces if piece.lane in ("compute", "link")), default=0.0)
         return until, max(busy.values(), default=0.0)
 
-    def lists(self, cut: Sequence[Sequence[Run]], window: int | None) -> Lists:
+    def lists(self, cut: Sequence[Sequence[Run]], window: int | None) -> EventLists:
         """Event lists of the first rank, which has no fewer heads than another."""
         layout = self.layout
         element_bytes = int(self.cost.rates.element_bytes)
-        return lists(self.cost.spec, layout, layout.coord(0), cut, element_bytes, chunks.AHEAD, window)
+        return event_lists(self.cost.spec, layout, layout.coord(0), cut, element_bytes, chunks.AHEAD, window)
 
-    def _seconds(self, events: Lists, cut: Sequence[Sequence[Run]], window: int | None) -> Callable[[Event], float]:
+    def _seconds(self, events: EventLists, cut: Sequence[Sequence[Run]], window: int | None) -> Callable[[Event], float]:
         """Seconds of events of these lists. Events of equal chunks, as far apart, take equally long."""
         spec = self.cost.spec
         cache: dict[tuple, float] = {}
@@ -78,7 +78,7 @@ class ChunkClock:
 
         return seconds
 
-    def _compute_s(self, events: Lists, cut: Sequence[Sequence[Run]], event: Event, block: int) -> float:
+    def _compute_s(self, events: EventLists, cut: Sequence[Sequence[Run]], event: Event, block: int) -> float:
         cost = self.cost
         rates = cost.rates
         layout = self.layout

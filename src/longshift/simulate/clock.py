@@ -213,7 +213,7 @@ class Clock:
             steps = 1
         else:
             transport = "gloo" if self.on_cpu else "nccl"
-            self.ledgers[key] = self.shape.ledger(rank, transport, self.on_cpu, inside=False)
+            self.ledgers[key] = self.shape.ledger(rank, transport, self.on_cpu, with_peaks=False)
         return _record_traffic(self.ledgers[key], visits, packs_by_visit, self.on_cpu, steps)
 
     def busiest_replica(self, group: GroupPacks) -> Packs:
@@ -394,7 +394,7 @@ def _record_traffic(
     The norm and the update belong to the last visit.
     """
     by_visit: list[list[_OpTraffic]] = [[]]
-    account = ledger.account
+    memory = ledger.memory
     uses_home = [ledger.steps.views[visit.layout].cut.at_home for visit in visits]
     # The ledger's counters after the operation before. What earlier steps have left in them goes
     # to the first operation, which moves nothing.
@@ -405,7 +405,7 @@ def _record_traffic(
 
     def updated_elements(op: Op, home: Tier) -> int:
         if op.kind == "accumulate":
-            return (account.added - total_added) // account.weight_bytes
+            return (memory.added_bytes - total_added) // memory.weight_bytes
         if op.kind == "update" and op.unit < 0 and not ledger.steps.by_unit:
             return sum(size for _, size in ledger.home.shards)
         if op.kind in ("update", "pack"):
@@ -416,22 +416,22 @@ def _record_traffic(
     def record(op: Op) -> None:
         nonlocal total_sent, total_moved, total_coded, total_added
         home: Tier = "device" if on_cpu else ledger.steps.home_tiers.get(op.unit, "device")
-        sent_bytes = sum(account.sent.values())
-        moved_bytes = sum(account.moved.values())
+        sent_bytes = sum(memory.sent.values())
+        moved_bytes = sum(memory.moved.values())
         by_visit[-1].append(
             _OpTraffic(
                 op=op,
                 sent_bytes=sent_bytes - total_sent,
                 moved_bytes=moved_bytes - total_moved,
-                format_bytes=account.coded - total_coded,
+                format_bytes=memory.coded_bytes - total_coded,
                 elements=updated_elements(op, home),
                 home=home,
             )
         )
         total_sent = sent_bytes
         total_moved = moved_bytes
-        total_coded = account.coded
-        total_added = account.added
+        total_coded = memory.coded_bytes
+        total_added = memory.added_bytes
         if op.kind == "leave" and op.visit < len(visits) - 1:
             by_visit.append([])
 

@@ -6,7 +6,7 @@ Papers: FPDT (arXiv 2408.16978); the exact backward of a part of attention from 
 Sharding as without chunks, chunk by chunk: x[T_u.t, D] of a chunk's T tokens, q[T, N_u, H] inside attention, each document piece cut for
 the ring. The residual stream and its gradient lie in a tier between units, by (unit, chunk).
 
-    tier    x_c ......... kv_j ......... o_c, y_c          bytes: `schedule.chunks.sizes`
+    tier    x_c ......... kv_j ......... o_c, y_c          bytes: `schedule.chunks.buffer_bytes`
              │             │               │
     device   qkv ─ heads ─ attend, j <= c ─ tokens ─ out, mlp
 
@@ -28,7 +28,7 @@ from longshift.parallel import ring
 from longshift.program.operations import Op
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, lists, tier_key
+from longshift.schedule.unit_events import EventLists, event_lists, tier_key
 from longshift.step.runner import Runner, loss_of_rows, score_of_rows
 from longshift.stream.tiers import Tier
 from longshift.stream.trace import Recorder
@@ -49,12 +49,12 @@ class ChunkedPacks(Runner):
         compute_bytes = self.precision.compute.itemsize
 
         @lru_cache(maxsize=8)
-        def lists_of(cut: Any, window: int | None, learns: bool) -> Lists:
-            return lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window, learns)
+        def lists_of(cut: Any, window: int | None, learns: bool) -> EventLists:
+            return event_lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window, learns)
 
         self._lists = lists_of
 
-    def lists(self, pack: ChunkedPack, unit: int) -> Lists:
+    def lists(self, pack: ChunkedPack, unit: int) -> EventLists:
         """The events of a unit's turns on a pack."""
         return self._lists(pack.chunks, self.spec.window(unit), self.learns)
 
@@ -71,7 +71,7 @@ class ChunkedPacks(Runner):
         """Play one turn of a unit: from what is in the tier on one side of it to what is on the other."""
         player = ChunkPlayer(self, op.unit, op.micro)
         with torch.no_grad():  # what has gradients says so
-            player.run(self.lists(self.loaded[op.micro], op.unit).of[op.turn])  # pyright: ignore[reportArgumentType]
+            player.run(self.lists(self.loaded[op.micro], op.unit).by_turn[op.turn])  # pyright: ignore[reportArgumentType]
 
     def arrive(self, op: Op) -> None:
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
@@ -133,7 +133,7 @@ class ChunkPlayer:
         self.tier = runner.tier
         event_lists = runner.lists(self.pack, unit)
         self.orders = event_lists.orders
-        self.sees = event_lists.sees
+        self.sees = event_lists.first_keys
         self.window = runner.spec.window(unit)
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for

@@ -16,9 +16,9 @@ from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
 from longshift.layout.home_tiers import HomeTiers
 from longshift.step_report import shape_of
-from longshift.weigh.held_home import saved_bytes
-from longshift.weigh.needs import Need, StepShape, most, needs
+from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
 from longshift.weigh.recorder import Transport
+from longshift.weigh.state_memory import saved_bytes
 
 COPY_ROOM = 2  # copies of the state that must have room where one is made: as much again stays free for other programs and cached files
 CONTROL_GROUPS = Path("/proc/self/cgroup")
@@ -43,7 +43,7 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
     transport: Transport = "gloo" if cpu else "nccl"
 
     def weigh(shape: StepShape) -> tuple[tuple[Need, ...], dict[str, dict[str, int]], str | None]:
-        step_needs = needs(shape, config.edges, transport, cpu)
+        step_needs = memory_needs(shape, config.edges, transport, cpu)
         waiting = _waiting(config, shape, step_needs, transport, cpu)
         faults = _lacking(config, world, run, room, process, step_needs, waiting)
         return step_needs, waiting, next(faults, None)
@@ -58,7 +58,7 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
     world.agree(OutOfMemoryError(fault) if fault else None)
 
     # 2. See whether host memory has room for a copy of the state. All ranks of a node share it.
-    need = most(step_needs)
+    need = largest_need(step_needs)
     copy_bytes = max(saved_bytes(shape.steps(rank_need.rank)) for rank_need in step_needs)
     host_bytes = COPY_ROOM * copy_bytes
     host_bytes += need.device.total if cpu else sum(waiting["host"].values())
@@ -69,7 +69,7 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
     text = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
     text += f"; a rank may have {_gib(room)}"
     for place, where in (("host", "in host memory"), ("disk", "on disk")):
-        if size := most(step_needs, place).of(place):
+        if size := largest_need(step_needs, place).of(place):
             text += f"; {_gib(size)} lie {where}"
     if not background and not is_on_disk:
         text += f"; a copy of the state, {_gib(copy_bytes)}, has no room, so training waits while a checkpoint is written"
@@ -92,7 +92,7 @@ def _lacking(
     waiting: dict[str, dict[str, int]],
 ) -> Iterator[str]:
     """What has no room on this rank, place by place, with the arithmetic. `step_needs`: the needs of the largest step."""
-    need = most(step_needs)
+    need = largest_need(step_needs)
     if need.device.total + process > room:
         alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
         yield (
@@ -116,12 +116,12 @@ def _waiting(config: Config, shape: StepShape, step_needs: Sequence[Need], trans
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            edge_needs = step_needs if is_alone else needs(shape_without_state, [edge], transport, cpu)
-            waiting[place][str(edge.use)] = most(edge_needs, place).of(place)
+            edge_needs = step_needs if is_alone else memory_needs(shape_without_state, [edge], transport, cpu)
+            waiting[place][str(edge.use)] = largest_need(edge_needs, place).of(place)
 
     # 2. The rest of what lies there is the state.
     for place, sizes in waiting.items():
-        rest = most(step_needs, place).of(place) - max(sizes.values(), default=0)
+        rest = largest_need(step_needs, place).of(place) - max(sizes.values(), default=0)
         if rest > 0:
             sizes["the training state"] = rest
     return waiting

@@ -48,8 +48,8 @@ from longshift.trainer.build_run import build_player, build_state, initial, open
 from longshift.trainer.check import Case, Comparison, Reference
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.stages import schedule_of
-from longshift.weigh.needs import most, needs
-from longshift.weigh.timeline import Timeline, predicted, rank_of, verdict
+from longshift.weigh.needs import largest_need, memory_needs
+from longshift.weigh.timeline import Timeline, compare_step, difference_order, predict_step
 from longshift.workload.groups import Edge, LengthGroup
 
 Ways = Sequence[Sequence[Layout]]  # ways to compute a stage: a layout, or those of its groups
@@ -380,7 +380,7 @@ def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
     free = host_memory()[1]
     for name, way in on_cpu.items():
         shape = shape_of(small.run(small.groups(way)))
-        need = way[0].world * most(needs(shape, shape.edges, "gloo", True)).device.total
+        need = way[0].world * largest_need(memory_needs(shape, shape.edges, "gloo", True)).device.total
         if need > free:
             raise OutOfMemoryError(
                 f"check computes in float64 and without a GPU for its reference: {name} needs {need / 2**30:.1f} GiB for tensors, and "
@@ -401,7 +401,7 @@ def timeline(config: Config, device: str = "cpu") -> MemoryCheck:
     differences = []
     for rank, answer in enumerate(answers):
         differences += [{"rank": rank, **row} for row in answer.pop("differences")]
-    largest = sorted(differences, key=rank_of)[:ROWS]
+    largest = sorted(differences, key=difference_order)[:ROWS]
     return MemoryCheck(
         within=all(answer["within"] for answer in answers),
         ranks=tuple(RankPeak(rank=rank, **answer) for rank, answer in enumerate(answers)),
@@ -410,7 +410,7 @@ def timeline(config: Config, device: str = "cpu") -> MemoryCheck:
 
 
 def recorded(world: World, config: str, scratch: str) -> dict:
-    """What `weigh.timeline.verdict` says of a run's first step on this rank."""
+    """What `weigh.timeline.compare_step` says of a run's first step on this rank."""
     run = parse_config(config)
     with Timeline(world.device) as memory:
         state = build_state(run, world, Path(scratch))
@@ -420,7 +420,7 @@ def recorded(world: World, config: str, scratch: str) -> dict:
         memory.watch(player)
         train_step(state, batch, player)
         player.after = None
-    return verdict(memory, predicted(player), ROWS)
+    return compare_step(memory, predict_step(player), ROWS)
 
 
 def _parse(config: str, ways: Sequence[Sequence[str]]) -> tuple[SmallRun, list[list[Layout]]]:

@@ -7,8 +7,7 @@ from typing import Self
 from longshift.dist.world import World
 from longshift.step.player import Player
 from longshift.stream.trace import Recorder
-from longshift.weigh.timeline import Timeline, predicted
-from longshift.weigh.timeline import write as write_timeline
+from longshift.weigh.timeline import Timeline, predict_step, write_timeline
 
 
 class StepTrace(ExitStack):
@@ -45,6 +44,6 @@ class StepTrace(ExitStack):
         player.record(None)
         player.after = None
         self._timeline.close()
-        played = self._timeline.played
-        write_timeline(self._path, self._rank, played, predicted(player), self._recorder)
+        prediction = predict_step(player)
+        write_timeline(self._path, self._rank, self._timeline.ops, prediction, self._recorder)
         self._timeline = None

@@ -20,13 +20,18 @@ from longshift.documents.micro import ChunkedPack
 from longshift.layout.heads import own_heads
 from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import Run, TokenOrder
-from longshift.schedule.streamed import Lists
+from longshift.schedule.unit_events import EventLists
 from longshift.step.chunked import ChunkPlayer, Segment
 from longshift.weigh.recorder import TurnProfile
 from longshift.weigh.turn_profile import RankPlayer, RankSetup, gradient_bytes, loss_turn
 
 # The event that writes a buffer with a graph, and the buffer that it is made from.
-WRITERS = {"o_tokens": ("to_tokens", "o"), "qkv": ("qkv", "x"), "graph": ("qkv", "x"), "exchange": ("to_heads", "qkv")}
+WRITERS = {
+    "o_tokens": ("to_tokens", "o"),
+    "qkv": ("qkv", "x"),
+    "graph": ("qkv", "x"),
+    "exchange": ("to_heads", "qkv"),
+}
 
 
 class EventShape(NamedTuple):
@@ -44,17 +49,41 @@ class EventShape(NamedTuple):
     block: int
 
 
-def event_turn(setup: RankSetup, made: Lists, cut: Sequence[Sequence[Run]], event: Event, block: int = 1) -> TurnProfile:
-    """Profile of one compute or send event of a pack in chunks `cut`, of the lists of a block with this window. `block`: the unit of
-    one that computes so."""
-    c, j, orders, sees = event.chunk, event.keys, made.orders, made.sees
+def event_turn(
+    setup: RankSetup,
+    lists: EventLists,
+    chunks: Sequence[Sequence[Run]],
+    event: Event,
+    block: int = 1,
+) -> TurnProfile:
+    """Profile of one compute or send event of a pack in these chunks.
+
+    `lists`: those that the event is of. `block`: the unit of a block that computes so.
+    """
+    c = event.chunk
+    j = event.keys
+    orders = lists.orders
     if event.name == "loss":
         return _loss_event(setup, orders[c], j)
-    is_own = j in (-1, c)
-    distance = 0 if is_own or setup.spec.window(block) is None else cut[c][0].start - cut[j][-1].start
-    reads, writes = (tuple(name for name, _ in buffers) for buffers in (event.reads, event.writes))
-    is_last = j == (c - 1 if sees[c] < c else c)
-    return _event_turn(setup, EventShape(event.name, orders[c], None if is_own else orders[j], distance, reads, writes, is_last, block))
+
+    # Chunks differ in what their events do by their order, and by the distance to their keys where
+    # there is a window. Keys of earlier chunks come in turn after the chunk's own.
+    has_own_keys = j in (-1, c)
+    distance = 0
+    if not has_own_keys and setup.spec.window(block) is not None:
+        distance = chunks[c][0].start - chunks[j][-1].start
+    last_keys = c - 1 if lists.first_keys[c] < c else c
+    shape = EventShape(
+        name=event.name,
+        order=orders[c],
+        keys_order=None if has_own_keys else orders[j],
+        distance=distance,
+        reads=tuple(name for name, _ in event.reads),
+        writes=tuple(name for name, _ in event.writes),
+        is_last=j == last_keys,
+        block=block,
+    )
+    return _event_turn(setup, shape)
 
 
 @lru_cache(maxsize=1024)
@@ -74,29 +103,37 @@ class _MetaPack(ChunkedPack):
     """A pack of which one chunk has tensors."""
 
     def __init__(self, player: RankPlayer, chunk: int, chunks: dict[int, tuple[Run, ...]]):
-        self.spec, self.layout, self.dtype = player.setup.spec, player.setup.layout, player.setup.dtype
-        self.micros, self.chunks = {chunk: player.micro}, chunks  # pyright: ignore[reportAttributeAccessIssue]
+        self.spec = player.setup.spec
+        self.layout = player.setup.layout
+        self.dtype = player.setup.dtype
+        self.micros = {chunk: player.micro}  # pyright: ignore[reportAttributeAccessIssue]
+        self.chunks = chunks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _EventPlayer:
     """One event on buffers that are made for it. Mutable."""
 
     def __init__(self, setup: RankSetup, shape: EventShape):
-        self.setup, self.shape = setup, shape
+        self.setup = setup
+        self.shape = shape
         self.rank = RankPlayer(setup, shape.order, ropes=())
         self.recorder = self.rank.recorder
         unit = 0 if shape.name in ("embed", "embed_back") else shape.block
         self.module = self.rank.unit(unit)
 
-        # Chunk numbers for which the player finds the same: its own keys, those just before, or earlier ones.
-        self.chunk = 0 if shape.keys_order is None else 1 if shape.is_last else 2
+        # Chunk numbers with which the player does the same: its own keys, those just before, or
+        # earlier ones.
         self.keys = 0
+        if shape.keys_order is None:
+            self.chunk = 0
+        else:
+            self.chunk = 1 if shape.is_last else 2
+        first_keys = 0 if shape.keys_order is not None or shape.is_last else -1
         self._graph_bytes = 0
-        sees = 0 if shape.keys_order is not None or shape.is_last else -1
         orders = {self.keys: shape.keys_order or shape.order, self.chunk: shape.order}
         chunks = {self.keys: (Run(0, 0, 1),), self.chunk: (Run(0, shape.distance, 1),)}
         pack = _MetaPack(self.rank, self.chunk, chunks)
-        lists = SimpleNamespace(orders=orders, sees={self.chunk: sees})
+        lists = SimpleNamespace(orders=orders, first_keys={self.chunk: first_keys})
         runner: Any = SimpleNamespace(
             spec=setup.spec,
             ops=self.rank.ops,
@@ -110,11 +147,13 @@ class _EventPlayer:
 
     def play(self) -> TurnProfile:
         """Make the buffers that the event reads, play it, and say what it has left of each."""
-        shape, live = self.shape, self.player.live
-        needs = ("o_tokens",) if shape.name == "to_tokens_back" else ()  # whose graph it goes back through
+        shape = self.shape
+        live = self.player.live
         with torch.no_grad():
-            for name in (*shape.reads, *needs):
+            for name in shape.reads:
                 self._make(name)
+            if shape.name == "to_tokens_back":
+                self._make("o_tokens")  # whose graph it goes back through
             graph_bytes = self._graph_bytes
             with self.recorder.recording() as turn, torch.no_grad():
                 self._call(shape.name, shape.reads, shape.writes)
@@ -122,36 +161,49 @@ class _EventPlayer:
         buffers = {name: _storage_bytes(live[name, self._number(name)]) for name in shape.writes}
         match shape.name:
             case "qkv" | "to_heads":
-                self._share(buffers, turn.left)
+                self._attribute(buffers, turn.left_bytes)
             case "to_tokens":
-                buffers["o_tokens"] = turn.left
+                buffers["o_tokens"] = turn.left_bytes
             case "to_heads_back":
-                buffers["dqkv"] = turn.left
+                buffers["dqkv"] = turn.left_bytes
             case "qkv_back":
-                buffers["graph"] = graph_bytes + turn.left - grads - buffers["dx"]
+                buffers["graph"] = graph_bytes + turn.left_bytes - grads - buffers["dx"]
         return turn.profile(output=sum(buffers.values()), grads=grads, buffers=buffers)
 
-    def _share(self, buffers: dict[str, int], left: int) -> None:
-        """A graph has all but the keys and values, which are a copy; without one, q, k and v before their exchange are all there is."""
-        graph = next((name for name in ("graph", "exchange") if name in buffers), None)
-        if graph:
-            buffers |= {name: 0 for name in ("q", "qkv") if name in buffers}
-            buffers[graph] = left - buffers.get("kv", 0)
-        elif "qkv" in buffers:
-            buffers["qkv"] = left
+    def _attribute(self, buffers: dict[str, int], left_bytes: int) -> None:
+        """Say which of the buffers that share storages has the bytes."""
+        # Without a graph, q, k and v before their exchange are all there is.
+        if "graph" not in buffers and "exchange" not in buffers:
+            if "qkv" in buffers:
+                buffers["qkv"] = left_bytes
+            return
+        # A graph has all but the keys and values, which are a copy.
+        for name in ("q", "qkv"):
+            if name in buffers:
+                buffers[name] = 0
+        graph = "graph" if "graph" in buffers else "exchange"
+        buffers[graph] = left_bytes - buffers.get("kv", 0)
 
     def _number(self, name: str) -> int:
         """The chunk that a buffer of the event belongs to."""
-        of_keys = name in ("kv", "dkv") and self.shape.name in ("attend", "attend_back")
-        return self.keys if of_keys else self.chunk
+        is_attention = self.shape.name in ("attend", "attend_back")
+        return self.keys if is_attention and name in ("kv", "dkv") else self.chunk
 
     def _call(self, name: str, reads: Sequence[str], writes: Sequence[str]) -> None:
-        read, written = (tuple((buffer, self._number(buffer)) for buffer in buffers) for buffers in (reads, writes))
-        getattr(self.player, name)(Event("compute", name, self.chunk, read, written, self.keys))
+        event = Event(
+            "compute",
+            name,
+            self.chunk,
+            reads=tuple((buffer, self._number(buffer)) for buffer in reads),
+            writes=tuple((buffer, self._number(buffer)) for buffer in writes),
+            keys=self.keys,
+        )
+        getattr(self.player, name)(event)
 
     def _make(self, name: str) -> None:
         """Put a buffer where the event finds it."""
-        order, keys_order = self.shape.order, self.shape.keys_order or self.shape.order
+        order = self.shape.order
+        keys_order = self.shape.keys_order or order
         if name in WRITERS:
             self._play_writer(name)
             return
@@ -161,12 +213,13 @@ class _EventPlayer:
             case "kv":
                 tensors = (self._heads(keys_order)[1],)
             case "dq":
-                tensors = (self._heads(order, wide=True)[0],)
+                tensors = (self._heads(order, accumulates=True)[0],)
             case "dkv":
-                tensors = (self._heads(keys_order, wide=True)[1],)
+                tensors = (self._heads(keys_order, accumulates=True)[1],)
             case "o":
-                q = self._heads(order, wide=self.shape.name == "attend")[0]
-                tensors = q, self.rank.empty(*q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+                o = self._heads(order, accumulates=self.shape.name == "attend")[0]
+                tokens, heads, _ = o.shape
+                tensors = o, self.rank.empty(tokens, heads, dtype=self._accum_dtype)
             case "do_tokens":
                 tensors = (self._tokens_output(),)
             case "dqkv":
@@ -178,29 +231,38 @@ class _EventPlayer:
 
     def _play_writer(self, name: str) -> None:
         """Make a buffer that has a graph: by the event that writes it, from one that it reads."""
-        event, read = WRITERS[name]
-        self._make(read)
-        before = self.recorder.now
-        writes = (name, "qkv") if name == "graph" and self.setup.layout.ulysses > 1 else (name,)
+        event, source = WRITERS[name]
+        self._make(source)
+        begin_bytes = self.recorder.now
+        has_exchange = name == "graph" and self.setup.layout.ulysses > 1
         with self.recorder:
-            self._call(event, (), writes)
-        for buffer in (read, *writes[1:]):
-            del self.player.live[buffer, self.chunk]
+            self._call(event, (), (name, "qkv") if has_exchange else (name,))
+        del self.player.live[source, self.chunk]
+        if has_exchange:
+            del self.player.live["qkv", self.chunk]
         if name == "graph":
-            self._graph_bytes = self.recorder.now - before
+            self._graph_bytes = self.recorder.now - begin_bytes
 
-    def _heads(self, order: TokenOrder, wide: bool = False) -> tuple[Tensor, Tensor]:
+    @property
+    def _accum_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.setup.dtype, torch.float32)
+
+    def _heads(self, order: TokenOrder, accumulates: bool = False) -> tuple[Tensor, Tensor]:
         """q [L, N, H] and kv [2, L, K, H] of the heads that this rank attends with."""
-        setup, tokens = self.setup, order.local_tokens
-        queries, keys = own_heads(setup.spec, setup.layout, setup.coord)
-        dtype = torch.promote_types(setup.dtype, torch.float32) if wide else setup.dtype
+        setup = self.setup
+        tokens = order.local_tokens
         width = setup.spec.head_width
-        return self.rank.empty(tokens, queries, width, dtype=dtype), self.rank.empty(2, tokens, keys, width, dtype=dtype)
+        queries, keys = own_heads(setup.spec, setup.layout, setup.coord)
+        dtype = self._accum_dtype if accumulates else setup.dtype
+        q = self.rank.empty(tokens, queries, width, dtype=dtype)
+        kv = self.rank.empty(2, tokens, keys, width, dtype=dtype)
+        return q, kv
 
     def _tokens_output(self) -> Tensor:
         """The output of attention as the rest of the block takes it, [T, N, H]."""
-        micro, ops = self.rank.micro, self.rank.ops
-        return self.rank.empty(len(micro.tokens_T), len(ops.heads), self.setup.spec.head_width)
+        tokens = len(self.rank.micro.tokens_T)
+        heads = len(self.rank.ops.heads)
+        return self.rank.empty(tokens, heads, self.setup.spec.head_width)
 
 
 def _storage_bytes(buffer: Any) -> int:

@@ -1,7 +1,9 @@
-"""The ledger: a program played on bytes. Which tensors are alive when, where they lie, and how much that is at the most.
+"""The ledger: a program played on bytes. Which tensors are alive when, where they lie, and the most
+bytes that they take.
 
-The ledger has the table and the runners of the player (`step.operation_player`, `step.runner`, `step.chunked`), and keeps what they do, as
-bytes with names. What operations need inside themselves is in their profiles (`weigh.turn_profile`). Bytes of tensors: an allocator's
+The ledger has the table and the runners of the player (`step.operation_player`, `step.runner`,
+`step.chunked`), and keeps simulated allocations in the place of tensors. What operations need as
+workspace is in their profiles (`weigh.turn_profile`). Bytes are those of tensors: an allocator's
 rounding and holes, and the process itself, come on top.
 """
 
@@ -16,17 +18,23 @@ from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.step.operation_player import OperationPlayer
 from longshift.switch.itinerary import Cut
-from longshift.weigh.book import ALL, Account, Peak
-from longshift.weigh.held_copies import HeldCopies, HeldTransfer
-from longshift.weigh.held_home import HeldHome
-from longshift.weigh.held_packs import HeldChunked, HeldRunner, HeldWhole
+from longshift.weigh.activation_memory import ActivationMemory, ChunkedPackMemory, WholePackMemory
+from longshift.weigh.allocations import WHOLE_STEP, Peak, RankMemory
 from longshift.weigh.recorder import Transport
+from longshift.weigh.state_memory import StateMemory
+from longshift.weigh.weight_memory import SwitchMemory, WeightMemory
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """What a step needs on one rank. `sent`: bytes out of the rank to others, by communicator; `moved`: bytes put into tiers and
-    fetched; `flops`: of matmuls and of attention, causal scores counted once, recomputation included, where the step itself was played."""
+class StepEstimate:
+    """What a step needs on one rank.
+
+    `peaks`: by place.
+    `sent`: bytes out of the rank to others, by communicator.
+    `moved`: bytes put into tiers and fetched.
+    `flops`: of matmuls and of attention, causal scores counted once, recomputation included; only
+    where the step itself was played.
+    """
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
@@ -39,7 +47,7 @@ class Weighed:
 
 
 class Ledger(OperationPlayer):
-    """Plays programs of one rank on bytes. The arguments are those of `Account`. Mutable."""
+    """Plays programs of one rank on bytes. Its arguments are those of `RankMemory`. Mutable."""
 
     def __init__(
         self,
@@ -49,23 +57,25 @@ class Ledger(OperationPlayer):
         host_is_device: bool,
         ahead: int = 1,
         float8: bool = False,
-        inside: bool = True,
+        with_peaks: bool = True,
     ):
         super().__init__()
         self.steps = steps
-        self.account = Account(steps, transport, same_format, host_is_device, ahead, float8, inside)
-        self.book = self.account.book
-        self.home = HeldHome(self.account)
-        self.copies_of: dict[Cut, HeldCopies] = {}
-        self.runners: dict[Layout, HeldRunner] = {}
+        self.memory = RankMemory(steps, transport, same_format, host_is_device, ahead, float8, with_peaks)
+        self.allocations = self.memory.allocations
+        self.home = StateMemory(self.memory)
+        self.weights: dict[Cut, WeightMemory] = {}
+        self.runners: dict[Layout, ActivationMemory] = {}
         for layout, view in steps.views.items():
-            if view.cut not in self.copies_of:
-                self.copies_of[view.cut] = HeldCopies(self.account, view, self.home)
-            self.runners[layout] = (HeldChunked if layout.chunk else HeldWhole)(self.account, view, self.copies_of[view.cut])
-        self.left: tuple[int, ...] = ()  # units whose updates the step before has left
-        self.played = 0  # steps
+            if view.cut not in self.weights:
+                self.weights[view.cut] = WeightMemory(self.memory, view, self.home)
+            runner_class = ChunkedPackMemory if layout.chunk else WholePackMemory
+            self.runners[layout] = runner_class(self.memory, view, self.weights[view.cut])
+        self.pending_updates: tuple[int, ...] = ()  # units that the next step updates first
+        self.num_steps = 0
         self.visits: Sequence[Visit] = ()
-        self.at: list[tuple[HeldRunner, HeldCopies]] = []  # what a visit runs and has copies in
+        self.visit_runners: list[ActivationMemory] = []  # of each visit
+        self.visit_weights: list[WeightMemory] = []
 
     def play(
         self,
@@ -74,85 +84,118 @@ class Ledger(OperationPlayer):
         after: Callable[[Op], object] | None = None,
         steps: int | None = None,
         last: tuple[Sequence[int], bool] | None = None,
-    ) -> Weighed:
-        """What some equal steps need at the most, and what the last one sends and moves. The first leaves working copies. Where units are
-        updated early, the norm of the first clips, so that the second makes all updates late, and its own early, and the third is as those
-        are whose norm does not. As many steps as there are kinds where not given. `packs`: lengths of the documents of each micro-batch,
-        by visit; of a first step of equal packs one a visit is played, which leaves and needs no more than all of a later one. `after` sees
-        the last step's operations when they are done. `last`: which updates were left to it, and whether it makes its own early, where
-        these are known."""
+    ) -> StepEstimate:
+        """Play some equal steps. Returns their peaks, and what the last one sends and moves.
+
+        `packs`: lengths of the documents of each micro-batch, by visit.
+        `after`: is given the last step's operations when they are done.
+        `steps`: how many; as many as there are kinds of them by default.
+        `last`: pending updates of the last step, and whether it makes its own early.
+        """
+        # There are three kinds of steps where units are updated early: the first leaves working
+        # copies. The norm of the first clips, so the second makes all updates late, and its own
+        # early. The third is as those are whose norm does not clip.
         steps = steps or (3 if self.steps.early else 2)
-        inside = self.account.inside
         self.visits = visits
-        self.packs = {(visit, micro): pack for visit, some in enumerate(packs) for micro, pack in enumerate(some)}
-        self.at = [(self.runners[visit.layout], self.copies_of[self.steps.views[visit.layout].cut]) for visit in visits]
+        self.visit_runners = [self.runners[visit.layout] for visit in visits]
+        self.visit_weights = [self.weights[self._cut(visit)] for visit in visits]
+        self.packs = {}
+        for visit, visit_packs in enumerate(packs):
+            for micro, pack in enumerate(visit_packs):
+                self.packs[visit, micro] = pack
+
         for step in range(steps):
-            left, early = last if last and step == steps - 1 else (self.left, self.played > 0)
-            opening = self.played == 0 and step < steps - 1
-            these = [_first_micro(*one) for one in zip(visits, packs)] if opening else visits
-            program = self.steps.program(these, left=left, early=early)
-            self.left = self.steps.left({op.unit for op in program if op.part == "early"})
-            self.played += 1
-            self.account.sent.clear()
-            self.account.moved.clear()
-            self.account.flops = 0
-            for number, op in enumerate(program):
-                if inside:
-                    self.book.begin(number, op)
-                self.table[op.kind](op)
-                if inside:
-                    self.book.settle()
-                if after and step == steps - 1:
-                    after(op)
-        peaks = {place: mark.peak(self.name) for place, mark in self.book.marks.get(ALL, {}).items()}
-        return Weighed(peaks, dict(self.account.sent), dict(self.account.moved), self.account.flops)
+            is_last = step == steps - 1
+            pending, early = self.pending_updates, self.num_steps > 0
+            if last and is_last:
+                pending, early = last
+            step_visits = visits
+            if self.num_steps == 0 and not is_last:
+                # One micro-batch leaves and needs no more than all of a later step.
+                step_visits = [_first_micro(visit, packs[n]) for n, visit in enumerate(visits)]
+            program = self.steps.program(step_visits, left=pending, early=early)
+            early_units = {op.unit for op in program if op.part == "early"}
+            self.pending_updates = self.steps.left(early_units)
+            self.num_steps += 1
+            self._play_step(program, after if is_last else None)
 
-    def name(self, op: Op) -> str:
+        snapshots = self.allocations.snapshots.get(WHOLE_STEP, {})
+        return StepEstimate(
+            peaks={place: snapshot.peak(self.op_name) for place, snapshot in snapshots.items()},
+            sent=dict(self.memory.sent),
+            moved=dict(self.memory.moved),
+            flops=self.memory.flops,
+        )
+
+    def _play_step(self, program: Sequence[Op], after: Callable[[Op], object] | None) -> None:
+        self.memory.sent.clear()
+        self.memory.moved.clear()
+        self.memory.flops = 0
+        with_peaks = self.memory.with_peaks
+        for number, op in enumerate(program):
+            if with_peaks:
+                self.allocations.begin_op(number, op)
+            self.table[op.kind](op)
+            if with_peaks:
+                self.allocations.save_peaks()
+            if after:
+                after(op)
+
+    def op_name(self, op: Op) -> str:
         """An operation, and under which layout, where there are several."""
-        whole = len(self.visits) == 1 or op.kind in ("norm", "update", "pack") or op.part == "record"
-        return str(op) if whole else f"{op} under {self.visits[op.visit].layout}"
+        is_of_step = op.kind in ("norm", "update", "pack") or op.part == "record"
+        if is_of_step or len(self.visits) == 1:
+            return str(op)
+        return f"{op} under {self.visits[op.visit].layout}"
 
-    def _runner_of(self, op: Op) -> HeldRunner:
-        return self.at[op.visit][0]
+    def _cut(self, visit: Visit) -> Cut:
+        return self.steps.views[visit.layout].cut
 
-    def _copies(self, op: Op) -> HeldCopies:
-        return self.at[op.visit][1]
+    def _runner_of(self, op: Op) -> ActivationMemory:
+        return self.visit_runners[op.visit]
 
-    def _group(self, op: Op) -> "_Stages":
-        return _Stages(self.account, op.way)
+    def _copies(self, op: Op) -> WeightMemory:
+        return self.visit_weights[op.visit]
 
-    def _transfer(self, op: Op) -> HeldTransfer:
-        cut = self.steps.views[self.visits[op.visit].layout].cut
+    def _group(self, op: Op) -> "_StageGroup":
+        return _StageGroup(self.memory, op.way)
+
+    def _transfer(self, op: Op) -> SwitchMemory:
+        itinerary = self.steps.itinerary
+        cut = self._cut(self.visits[op.visit])
         if op.way == "sums":
-            return HeldTransfer(self.account, self.steps.itinerary.sums(cut), op.way)
-        before = self.visits[op.visit - 1].layout if op.visit else None
-        return HeldTransfer(self.account, self.steps.itinerary.weights(self.steps.source(before), cut), op.way)
+            plan = itinerary.sums(cut)
+        else:
+            previous = self.visits[op.visit - 1].layout if op.visit else None
+            plan = itinerary.weights(self.steps.source(previous), cut)
+        return SwitchMemory(self.memory, plan, op.way)
 
     def _total(self, op: Op) -> None:
         self.home.total(op.unit)
 
     def _norm(self, op: Op) -> None:
-        self.account.send("everyone", self.account.all_reduced(16, self.steps.world))  # two float64
+        num_bytes = 16  # two float64: the loss and the squared norm
+        self.memory.send("everyone", self.memory.all_reduce_bytes(num_bytes, self.steps.world))
 
     def _update(self, op: Op) -> None:
         self.home.update(op.unit)
 
 
-class _Stages(NamedTuple):
-    """The stages that boundary activations go between."""
+class _StageGroup(NamedTuple):
+    """The stages that boundary activations go between, in the place of `dist.collectives.Group`."""
 
-    account: Account
+    memory: RankMemory
     way: str
 
     def receive(self, out: Any, source: int, tag: int) -> Pending:
         return Pending()
 
     def send(self, x: Any, to: int, tag: int) -> Pending:
-        self.account.send(self.way, x.nbytes)
+        self.memory.send(self.way, x.nbytes)
         return Pending(keep=(x,))
 
 
 def _first_micro(visit: Visit, packs: Sequence[Sequence[int]]) -> Visit:
     """A visit with the first of its micro-batches alone, where all are equal."""
-    alike = len(set(map(tuple, packs))) == 1
-    return Visit(visit.layout, 1, visit.loss_blocks[:1]) if alike else visit
+    is_uniform = len(set(map(tuple, packs))) == 1
+    return Visit(visit.layout, 1, visit.loss_blocks[:1]) if is_uniform else visit

@@ -1,12 +1,15 @@
-"""What the ranks of a run need for the largest step that its config allows, before anything starts.
+"""Memory that the ranks of a run need for the largest step that its config allows, before anything
+starts.
 
-The largest step has, for every length group, as many full packs of the longest documents as its tokens can fill; on a GPU, where what
-attention holds depends on lengths, of those in which it holds most. Ranks that compute and keep alike are weighed once: of the ranks of one
-stage and tensor-parallel coordinate the first keeps most.
+The largest step has, for every length group, as many full packs of the longest documents as its
+tokens can fill. On a GPU, where what attention keeps depends on lengths, they are the documents of
+which it keeps most. Ranks that compute and keep alike are weighed once: of the ranks of one stage
+and tensor-parallel coordinate the first keeps most.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,9 +24,15 @@ from longshift.schedule.sequence import pack_order
 from longshift.spec.formats import Format
 from longshift.spec.model import share
 from longshift.switch.itinerary import Itinerary
-from longshift.weigh.book import Peak
-from longshift.weigh.ledger import Ledger, Weighed
-from longshift.weigh.many_chunks import Pack, extended, full_pack, moments_of, small_packs
+from longshift.weigh.allocations import Peak
+from longshift.weigh.extrapolate_chunks import (
+    Pack,
+    extrapolate,
+    full_pack,
+    record_step,
+    small_packs,
+)
+from longshift.weigh.ledger import Ledger, StepEstimate
 from longshift.weigh.recorder import Transport
 from longshift.weigh.turn_profile import RankSetup, unit_turn
 from longshift.workload.groups import Edge
@@ -31,9 +40,14 @@ from longshift.workload.groups import Edge
 
 @dataclass(frozen=True, eq=False)
 class StepShape:
-    """What of a run decides how large its steps are. `tokens`: of a step, at least; `longest`: document, in tokens; `ahead`: of streams;
-    `home_in`: where the training state lies; `early`: whether units on disk
-    may be updated before the norm."""
+    """What decides how large the steps of a run are.
+
+    `tokens`: of a step, at least.
+    `longest`: document, in tokens.
+    `ahead`: of streams.
+    `home_in`: where the training state lies.
+    `early`: whether units on disk may be updated before the norm.
+    """
 
     itinerary: Itinerary
     edges: tuple[Edge, ...]
@@ -58,39 +72,72 @@ class StepShape:
             doubled=self.early and not formats.scaled,
         )
 
-    def ledger(self, rank: int, transport: Transport, host_is_device: bool, inside: bool = True) -> Ledger:
-        same = self.formats.compute == self.formats.home
-        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.formats.float8, inside)
+    def ledger(self, rank: int, transport: Transport, host_is_device: bool, with_peaks: bool = True) -> Ledger:
+        return Ledger(
+            self.steps(rank),
+            transport,
+            same_format=self.formats.compute == self.formats.home,
+            host_is_device=host_is_device,
+            ahead=self.ahead,
+            float8=self.formats.float8,
+            with_peaks=with_peaks,
+        )
 
     def heaviest_pack(self, edge: Edge, rank: int, transport: Transport) -> Pack:
-        """Lengths of the documents of a group's full pack with which a rank needs most: the longest; or on a GPU those just below, which
-        attention's kernel is cut for (`model.cut`), or the longest of which a whole pack is one call (`model.kernel_calls`)."""
-        longest, layout = min(edge.upto, self.longest), edge.use
-        full = full_pack(edge.pack, longest)
+        """Lengths of the documents of the full pack of a group for which a rank needs most."""
+        layout = edge.use
+        longest = min(edge.upto, self.longest)
+        pack = full_pack(edge.pack, longest)
         if transport != "nccl" or layout.chunk or longest < LONG:
-            return full
-        formats = self.formats
-        setup = RankSetup(self.itinerary.spec, layout, layout.coord(rank), formats.compute_bytes, transport, formats.float8)
+            return pack
 
-        def held(pack: Pack) -> int:
-            return unit_turn(setup, pack_order(layout, pack), "attention half", "backward").peak
+        # A GPU may need more for shorter documents: those that attention's kernel is cut for
+        # (`model.cut`), and the longest of which a whole pack is one call (`model.kernel_calls`).
+        setup = RankSetup(
+            spec=self.itinerary.spec,
+            layout=layout,
+            coord=layout.coord(rank),
+            compute_bytes=self.formats.compute_bytes,
+            transport=transport,
+            float8=self.formats.float8,
+        )
 
-        return max((full, full_pack(edge.pack, longest - 1), full_pack(edge.pack, LONG - 1)), key=held)
+        def attention_peak(pack: Pack) -> int:
+            order = pack_order(layout, pack)
+            return unit_turn(setup, order, "attention half", "backward").peak
 
-    def of_one_pack(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> Weighed:
+        shorter_packs = [full_pack(edge.pack, length) for length in (longest - 1, LONG - 1)]
+        return max([pack, *shorter_packs], key=attention_peak)
+
+    def pack_estimate(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> StepEstimate:
         """What a rank needs and sends for one full pack of a group on each replica."""
-        return replace(self, tokens=1).weighed([edge], rank, transport, host_is_device)
+        return replace(self, tokens=1).estimate([edge], rank, transport, host_is_device)
 
-    def weighed(self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool) -> Weighed:
-        """What a rank needs and sends in the largest step with documents for these groups, in visiting order."""
-        packs, small = zip(*(small_packs(edge.use, self.heaviest_pack(edge, rank, transport)) for edge in edges))
-        steps = [largest_step(self, edges, [few[step % len(few)] for few in small]) for step in range(max(map(len, small)))]
+    def estimate(self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool) -> StepEstimate:
+        """What a rank needs and sends in the largest step with documents for these groups, in
+        visiting order."""
+        # 1. Choose packs that are small enough to weigh. A step has one of each group, and groups
+        #    that have fewer of them than others begin theirs anew.
+        packs: list[Pack] = []
+        small: list[list[Pack]] = []
+        for edge in edges:
+            pack, edge_packs = small_packs(edge.use, self.heaviest_pack(edge, rank, transport))
+            packs.append(pack)
+            small.append(edge_packs)
+        steps = []
+        for number in range(max(len(edge_packs) for edge_packs in small)):
+            step_packs = [edge_packs[number % len(edge_packs)] for edge_packs in small]
+            steps.append(largest_step(self, edges, step_packs))
+
+        # 2. Weigh them, and extrapolate where they are not the packs themselves.
         ledger = self.ledger(rank, transport, host_is_device)
+        first = steps[0]
         if len(steps) == 1:
-            return ledger.play(*steps[0])
-        ledger.play(*steps[0], steps=1)
-        known = [moments_of(ledger, *step) for step in steps]
-        return extended(self.itinerary.spec, known, small, [edge.use for edge in edges], packs)
+            return ledger.play(first.visits, first.packs)
+        ledger.play(first.visits, first.packs, steps=1)
+        records = [record_step(ledger, step.visits, step.packs) for step in steps]
+        layouts = [edge.use for edge in edges]
+        return extrapolate(self.itinerary.spec, records, small, layouts, packs)
 
 
 @dataclass(frozen=True)
@@ -98,64 +145,98 @@ class Need:
     """What one rank needs, and ranks like it."""
 
     rank: int
-    weighed: Weighed
+    estimate: StepEstimate
 
     @property
     def device(self) -> Peak:
-        return self.weighed.peaks["device"]
+        return self.estimate.peaks["device"]
 
     def of(self, place: str) -> int:
-        """Bytes at the most in a place."""
-        return self.weighed.peaks[place].total if place in self.weighed.peaks else 0
+        """Bytes at the peak of a place."""
+        return self.estimate.peaks[place].total if place in self.estimate.peaks else 0
 
 
-def needs(shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is_device: bool) -> tuple[Need, ...]:
-    """Memory needs of the largest step with documents for these groups, one for each kind of rank."""
+def memory_needs(shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is_device: bool) -> tuple[Need, ...]:
+    """Memory needs of the largest step with documents for these groups, one for each kind of
+    rank."""
     order = shape.itinerary.order(tuple(edge.use for edge in edges))
-    edges = [edges[i] for i in order]
-    return tuple(Need(rank, shape.weighed(edges, rank, transport, host_is_device)) for rank in kinds_of_rank(shape))
+    visited_edges = [edges[index] for index in order]
+    needs = []
+    for rank in representative_ranks(shape):
+        estimate = shape.estimate(visited_edges, rank, transport, host_is_device)
+        needs.append(Need(rank, estimate))
+    return tuple(needs)
 
 
-def most(found: Sequence[Need], place: str = "device") -> Need:
-    """The one that needs most in a place."""
-    return max(found, key=lambda need: need.of(place))
+def largest_need(needs: Sequence[Need], place: str = "device") -> Need:
+    return max(needs, key=lambda need: need.of(place))
 
 
-def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack]) -> tuple[tuple[Visit, ...], list[list[Pack]]]:
-    """Visits of these groups, and the lengths of the documents of each micro-batch, `packs` as often as the tokens of full ones can fill
-    them. More micro-batches than a pipeline has under way change no peak, but under gpipe and vertical, where all are under way."""
-    spec, visits, micros = shape.itinerary.spec, [], []
+class GroupedStep(NamedTuple):
+    """Visits of a step, and the lengths of the documents of each micro-batch, by visit."""
+
+    visits: tuple[Visit, ...]
+    packs: list[list[Pack]]
+
+
+def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack]) -> GroupedStep:
+    """The largest step that visits these groups. `packs`: one of each group, repeated as often as
+    the tokens of full ones can fill them."""
+    visits: list[Visit] = []
+    packs_by_visit: list[list[Pack]] = []
     for edge, pack in zip(edges, packs):
-        micros.append([pack] * micros_of(shape.tokens, edge))
-        visits.append(visit_of(spec, edge.use, micros[-1]))
-    return tuple(visits), micros
+        micro_packs = [pack] * micro_count(shape.tokens, edge)
+        packs_by_visit.append(micro_packs)
+        visits.append(visit_of(shape.itinerary.spec, edge.use, micro_packs))
+    return GroupedStep(tuple(visits), packs_by_visit)
 
 
-def micros_of(tokens: int, edge: Edge) -> int:
+def micro_count(tokens: int, edge: Edge) -> int:
     """How many micro-batches of a group are weighed of a step with so many tokens."""
     layout = edge.use
-    return int(micros_weighed(tokens, edge.pack * layout.dp, layout.pp * layout.virtual, layout.order == "1f1b"))
+    round_tokens = edge.pack * layout.dp
+    stage_chunks = layout.pp * layout.virtual
+    return int(micro_counts(tokens, round_tokens, stage_chunks, layout.order == "1f1b"))
 
 
-def micros_weighed(tokens: int, round_tokens: Number, chunks: Number, is_1f1b: np.ndarray | bool) -> np.ndarray:
-    """The same for numbers or arrays. `round_tokens`: of a full pack on every replica; `chunks`: model chunks of all stages."""
+def micro_counts(tokens: int, round_tokens: Number, chunks: Number, is_1f1b: np.ndarray | bool) -> np.ndarray:
+    """`micro_count` of numbers or arrays.
+
+    `round_tokens`: of a full pack on every replica.
+    `chunks`: model chunks of all stages.
+    """
     full = np.maximum(1, -(-tokens // np.asarray(round_tokens))).astype(np.int64)
-    return np.where(is_1f1b, np.minimum(full, 2 * np.asarray(chunks) + 1), full)
+
+    # More micro-batches than a pipeline has under way change no peak. Under gpipe and vertical
+    # all are under way.
+    under_way = 2 * np.asarray(chunks) + 1
+    return np.where(is_1f1b, np.minimum(full, under_way), full)
 
 
-def kinds_of_rank(shape: StepShape) -> list[int]:
-    """One rank of each kind, the heaviest of it: first of all replicas, by stage and by what heads and columns it has."""
-    spec, found = shape.itinerary.spec, dict[tuple, int]()
+def representative_ranks(shape: StepShape) -> list[int]:
+    """One rank of each kind, the one that needs most: of all replicas the first, by stage, and by
+    the heads and columns that it has."""
+    spec = shape.itinerary.spec
     layouts = [edge.use for edge in shape.edges]
+
+    # 1. The first ranks along all axes whose other ranks keep no more.
     uneven_axes = [axis.name for axis in (*axes.weight_axes(), *axes.neighbor_axes())]
-    firsts = {rank for layout in layouts for rank in layout.ranks(*uneven_axes, "pp", of=0)}
+    firsts = set[int]()
+    for layout in layouts:
+        firsts.update(layout.ranks(*uneven_axes, "pp", of=0))
+
+    # 2. Of those that have equally much under all layouts, the first.
+    ranks: dict[tuple, int] = {}
     for rank in sorted(firsts):
         key = []
         for layout in layouts:
-            at = layout.coord(rank)
-            cut = layout.place(at, axes.weight_axes())
-            shares = [share(count, layout.weight_ranks, cut) for count in (spec.heads, spec.ffn, spec.vocab)]
-            sizes = tuple(last - first for first, last in shares)
-            key.append((at.pp, at.dp == 0, own_heads(spec, layout, at), sizes))
-        found.setdefault(tuple(key), rank)
-    return list(found.values())
+            coord = layout.coord(rank)
+            place = layout.place(coord, axes.weight_axes())
+            sizes = []
+            for count in (spec.heads, spec.ffn, spec.vocab):
+                first, last = share(count, layout.weight_ranks, place)
+                sizes.append(last - first)
+            heads = own_heads(spec, layout, coord)
+            key.append((coord.pp, coord.dp == 0, heads, tuple(sizes)))
+        ranks.setdefault(tuple(key), rank)
+    return list(ranks.values())

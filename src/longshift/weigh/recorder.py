@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,11 +35,42 @@ META = torch.device("meta")
 FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the left factor
 # Elementwise operations whose results are true or false.
-OF_TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isnan", "isfinite", "isposinf", "isneginf", "signbit"}
-OF_INTEGERS = {"add", "sub", "mul", "where", "neg", "bitwise_and", "bitwise_or", "bitwise_not"}  # and of integers, if their arguments are
+OF_TRUTHS = {
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "isinf",
+    "isnan",
+    "isfinite",
+    "isposinf",
+    "isneginf",
+    "signbit",
+}
+OF_INTEGERS = {
+    "add",
+    "sub",
+    "mul",
+    "where",
+    "neg",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_not",
+}  # and of integers, if their arguments are
 SCALARS = {"alpha", "approximate"}  # keyword arguments that change no shape or format
 # Operations that touch no element, and those that write one tensor which they do not read.
-NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view"}
+NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+    "_unsafe_view",
+}
 ONLY_WRITE = {"copy_", "fill_", "zero_"}
 # Operations that read, or write, some elements of a tensor: as many as the result, or the values, have.
 GATHERS = {"embedding", "gather", "index", "index_select"}
@@ -124,7 +155,8 @@ class TurnRecorder(TorchDispatchMode):
     def __init__(self, transport: Transport):
         super().__init__()
         self.transport: Transport = transport
-        self.now = self.peak = 0
+        self.now = 0
+        self.peak = 0
         self.sizes: dict[int, int] = {}  # of storages that are alive, by address
         self.sent: Counter[str] = Counter()
         self.calls: list[DeviceCall] = []
@@ -140,7 +172,9 @@ class TurnRecorder(TorchDispatchMode):
     def recording(self) -> Iterator["TurnRecording"]:
         """Record one turn: yields what is known when it has ended."""
         turn = TurnRecording(self, self.now)
-        self.peak, self.sent, self.calls = self.now, Counter(), []
+        self.peak = self.now
+        self.sent = Counter()
+        self.calls = []
         with self, torch.enable_grad():
             yield turn
 
@@ -158,26 +192,32 @@ class TurnRecorder(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        written = _written(func)
-        if written == "self":
+        # 1. What the schema tells is not computed. [Note: meta kernels]
+        target = _target(func)
+        if target == "self":
             return args[0]
-        if written and kwargs[written].numel():
-            return kwargs[written]
-        if written is None and _is_elementwise(func) and kwargs.keys() <= SCALARS and (result := _broadcast(func, args)) is not None:
-            return result
+        if target and kwargs[target].numel():
+            return kwargs[target]
+        if target is None and _is_elementwise(func) and kwargs.keys() <= SCALARS:
+            result = _broadcast(func, args)
+            if result is not None:
+                return result
+
+        # 2. Other results.
         if func in RESULTS:
             return RESULTS[func](*args, **kwargs)
         out = func(*args, **kwargs)
-        if func is aten.native_layer_norm.default and self.transport == "gloo":  # a CPU keeps statistics in x's format
-            return out[0], *(x.to(out[0].dtype) for x in out[1:])
+        if func is aten.native_layer_norm.default and self.transport == "gloo":
+            y, *statistics = out
+            return y, *(x.to(y.dtype) for x in statistics)  # a CPU keeps them in y's format
         return out
 
     def _see(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address = storage._cdata
         if address not in self.sizes:
-            self.sizes[address] = size = storage.nbytes()
-            self.now += size
+            self.sizes[address] = storage.nbytes()
+            self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._drop, address)
 
@@ -187,22 +227,25 @@ class TurnRecorder(TorchDispatchMode):
     def _count(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         name = func._opname
         if "flash_attention_backward" in name and self.transport == "nccl":
-            self.peak = max(self.peak, self.now + flash_backward_bytes(*args[1:3]))
+            workspace = flash_backward_bytes(args[1], args[2])
+            self.peak = max(self.peak, self.now + workspace)
         if self.in_kernel or name in NO_KERNEL:
             return
-        left = MATMULS.get(name.rstrip("_"))
-        if left is not None:
-            rows, inner, columns = *args[left].shape[-2:], out.shape[-1]
+        if name.rstrip("_") in MATMULS:
+            left = args[MATMULS[name.rstrip("_")]]
+            rows, inner = left.shape[-2:]
+            columns = out.shape[-1]
             batch = out.numel() // max(1, rows * columns)
-            self.calls.append(Matmul(batch, rows, inner, columns, args[left].stride(-1) != 1))
+            # Only the gradient of a weight has a transposed left factor.
+            self.calls.append(Matmul(batch, rows, inner, columns, left.stride(-1) != 1))
             return
         if name in GATHERS:
             sizes = 2 * _sizes([out]) + _sizes(args[1:])
         elif name in SCATTERS:
             sizes = 3 * _sizes(args[1:])
         else:
-            read = [*args[name in ONLY_WRITE :], *(x for key, x in kwargs.items() if key != _written(func))]
-            sizes = _sizes(read) + _sizes([out])
+            inputs = [x for key, x in kwargs.items() if key != _target(func)]
+            sizes = _sizes(args[name in ONLY_WRITE :]) + _sizes(inputs) + _sizes([out])
         if any(sizes):
             self.calls.append(MemoryPass(sizes))
 
@@ -210,46 +253,63 @@ class TurnRecorder(TorchDispatchMode):
 
     def attention(self, of: Attention) -> Attention:
         """The attention, whose calls are counted, and whose equal pieces are played once."""
-        return RecordedAttention(self.counted(of.kernel), of.scale, of.again, of.kept, self)
+        return RecordedAttention(self.count_calls(of.kernel), of.scale, of.again, of.kept, self)
 
     def play_piece(self, key: tuple, piece: Callable[[], None]) -> None:
         """Play a piece that leaves nothing behind, or count again what an equal one did."""
-        if key not in self.pieces:
-            peak, count, self.peak = self.peak, len(self.calls), self.now
-            piece()
-            self.pieces[key] = self.peak - self.now, self.calls[count:]
-            self.peak = max(self.peak, peak)
+        if key in self.pieces:
+            workspace, calls = self.pieces[key]
+            self.peak = max(self.peak, self.now + workspace)
+            self.calls += calls
             return
-        peak, calls = self.pieces[key]
-        self.peak = max(self.peak, self.now + peak)
-        self.calls += calls
+        peak = self.peak
+        num_calls = len(self.calls)
+        self.peak = self.now
+        piece()
+        self.pieces[key] = self.peak - self.now, self.calls[num_calls:]
+        self.peak = max(self.peak, peak)
 
-    def counted(self, kernel: Kernel) -> Kernel:
+    def count_calls(self, kernel: Kernel) -> Kernel:
         """The kernel, whose calls are counted."""
-        counted = replace(
-            kernel,
-            forward=self._counted(kernel.forward, lambda q, k, v, causal, scale: _piece(q, k, causal)),
-            backward=self._counted(kernel.backward, lambda grad, q, k, v, out, lse, causal, scale: _piece(q, k, causal, True)),
-        )
-        if kernel.fold:
-            fold = self._counted(kernel.fold, lambda out, lse, q, k, v, causal, scale, first: _piece(q, k, causal))
-            counted = replace(counted, fold=fold)
-        if kernel.add:
-            add = self._counted(kernel.add, lambda dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(q, k, causal, True))
-            counted = replace(counted, add=add)
-        if kernel.rest:
-            counted = replace(counted, rest=self.counted(kernel.rest))
-        if packed := kernel.packed:
-            forward = self._counted(packed.forward, lambda q, k, v, ends, lengths, window, scale: _documents(q, k, lengths, window))
-            backward = self._counted(
-                packed.backward, lambda grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(q, k, lengths, window, True)
-            )
-            counted = replace(counted, packed=replace(packed, forward=forward, backward=backward))
-        return counted
 
-    def _counted(self, function: Callable[..., Any], call: Callable[..., AttentionCall]) -> Callable[..., Any]:
+        def count(function: Any, describe: Callable[..., AttentionCall]) -> Any:
+            return self._count_calls(function, describe) if function else None
+
+        packed = kernel.packed
+        if packed:
+            packed = replace(
+                packed,
+                forward=count(
+                    packed.forward,
+                    lambda q, k, v, ends, lengths, window, scale: _documents(q, k, lengths, window),
+                ),
+                backward=count(
+                    packed.backward,
+                    lambda grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(q, k, lengths, window, backward=True),
+                ),
+            )
+        return replace(
+            kernel,
+            forward=count(kernel.forward, lambda q, k, v, causal, scale: _piece(q, k, causal)),
+            backward=count(
+                kernel.backward,
+                lambda grad, q, k, v, out, lse, causal, scale: _piece(q, k, causal, backward=True),
+            ),
+            fold=count(
+                kernel.fold,
+                lambda out, lse, q, k, v, causal, scale, first: _piece(q, k, causal),
+            ),
+            add=count(
+                kernel.add,
+                lambda dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(q, k, causal, backward=True),
+            ),
+            rest=kernel.rest and self.count_calls(kernel.rest),
+            packed=packed,
+        )
+
+    def _count_calls(self, function: Callable[..., Any], describe: Callable[..., AttentionCall]) -> Callable[..., Any]:
         def play(*args: Any) -> Any:
-            self.calls.append(call(*args))
+            self.calls.append(describe(*args))
             with self.one_kernel():
                 return function(*args)
 
@@ -258,17 +318,20 @@ class TurnRecorder(TorchDispatchMode):
     @contextmanager
     def one_kernel(self) -> Iterator[None]:
         """What is played meanwhile is one kernel on a device."""
-        outer, self.in_kernel = self.in_kernel, True
+        was_in_kernel = self.in_kernel
+        self.in_kernel = True
         try:
             yield
         finally:
-            self.in_kernel = outer
+            self.in_kernel = was_in_kernel
 
-    def compiled(self, functions: Elementwise) -> Elementwise:
-        """The functions as a compiler makes them: each is one kernel that reads its arguments once and writes its results."""
-        return Elementwise(*(self._fused(getattr(functions, part.name)) for part in fields(functions)))
+    def fuse(self, functions: Elementwise) -> Elementwise:
+        """The functions as a compiler makes them: each is one kernel that reads its arguments once
+        and writes its results."""
+        kernels = {part.name: self._fuse(getattr(functions, part.name)) for part in fields(functions)}
+        return Elementwise(**kernels)
 
-    def _fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def play(*args: Any) -> Any:
             with self.one_kernel():
                 out = function(*args)
@@ -287,19 +350,30 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shape = list(max(tensors, key=lambda x: x.ndim).shape)
-    shape[dim] = sum(x.shape[dim] for x in tensors if x.ndim == len(shape))  # an empty tensor of one dim fits anywhere
+    # An empty tensor of one dim fits anywhere.
+    shape[dim] = sum(x.shape[dim] for x in tensors if x.ndim == len(shape))
     return _empty(shape, tensors[0].dtype)
 
 
-def _reduced(x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    gone = {dim % x.ndim for dim in (dims or range(x.ndim))}
-    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone]
+def _reduce(
+    x: Tensor,
+    dims: Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    reduced_dims = {dim % x.ndim for dim in (dims or range(x.ndim))}
+    shape = []
+    for dim, size in enumerate(x.shape):
+        if dim not in reduced_dims:
+            shape.append(size)
+        elif keepdim:
+            shape.append(1)
     return _empty(shape, dtype or x.dtype)
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
+def _like(x: Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     """A new tensor of this shape, whose dims lie in memory in the same order."""
     if x.is_contiguous():
         return _empty(x.shape, dtype or x.dtype)
@@ -308,11 +382,16 @@ def _like(x: Tensor, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
     return _empty([x.shape[dim] for dim in outermost_first], dtype or x.dtype).permute(inverse)
 
 
-def _sum(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    return _reduced(x, dims, keepdim, dtype or (x.dtype if x.is_floating_point() else torch.int64))
+def _sum(
+    x: Tensor,
+    dims: Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _reduce(x, dims, keepdim, dtype or (x.dtype if x.is_floating_point() else torch.int64))
 
 
-def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shape = list(tensors[0].shape)
     shape.insert(dim % (len(shape) + 1), len(tensors))
     return _empty(shape, tensors[0].dtype)
@@ -320,24 +399,25 @@ def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 # Tensors that operations make, where torch takes longest to say: shape and format, from their arguments.
 RESULTS: Mapping[Any, Callable[..., Tensor]] = {
-    aten.arange.start_step: lambda start, end, step=1, dtype=None, **how: _empty((-(-(end - start) // step),), dtype or torch.int64),
-    aten.cat.default: _concatenated,
-    aten.amax.default: lambda x, dims=None, keepdim=False: _reduced(x, dims, keepdim),
-    aten.linalg_vector_norm.default: lambda x, order=2, dims=None, keepdim=False, dtype=None: _reduced(x, dims, keepdim, dtype),
+    aten.arange.start_step: lambda start, end, step=1, dtype=None, **options: _empty((-(-(end - start) // step),), dtype or torch.int64),
+    aten.cat.default: _concatenate,
+    aten.amax.default: _reduce,
+    aten.linalg_vector_norm.default: lambda x, order=2, *args, **options: _reduce(x, *args, **options),
     aten.mm.default: lambda left, right: _empty((left.shape[0], right.shape[1]), left.dtype),
     aten.mv.default: lambda left, right: _empty(left.shape[:1], left.dtype),
     aten.empty_like.default: _like,
     aten.zeros_like.default: _like,
-    aten.stack.default: _stacked,
+    aten.stack.default: _stack,
     aten.sum.default: lambda x, dtype=None: _sum(x, dtype=dtype),
     aten.sum.dim_IntList: _sum,
-    aten.new_empty.default: lambda x, size, dtype=None, **how: _empty(size, dtype or x.dtype),
+    aten.new_empty.default: lambda x, size, dtype=None, **options: _empty(size, dtype or x.dtype),
 }
 
 
 @cache
-def _written(func: Any) -> str | None:
-    """Where an operation writes its one result: "self", or the name of the argument; None where it makes a tensor."""
+def _target(func: Any) -> str | None:
+    """Where an operation writes its one result: "self", or the name of the argument; None where it
+    makes a tensor."""
     names = [argument.name for argument in func._schema.arguments if argument.is_write]
     if len(names) != 1 or func.is_view or func._opname in ("resize_", "set_"):
         return None
@@ -353,16 +433,22 @@ def _is_elementwise(func: Any) -> bool:
 def _broadcast(func: Any, args: tuple) -> Tensor | None:
     """The result of an elementwise operation; None where torch has to say of which format it is."""
     tensors = [x for x in args if isinstance(x, Tensor)]
-    first, values = tensors[0], tensors[1:] if func._opname == "where" else tensors
-    dtype = functools.reduce(torch.promote_types, {x.dtype for x in values if x.ndim} or {x.dtype for x in values})
-    if scalars := [x.dtype for x in values if not x.ndim and x.is_floating_point() and not dtype.is_floating_point]:
-        dtype = scalars[0]
+    first = tensors[0]
+    values = tensors[1:] if func._opname == "where" else tensors
+
+    # 1. Its format. Scalars count where they are floating point and no other value is.
+    dtypes = {x.dtype for x in values if x.ndim} or {x.dtype for x in values}
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    if not dtype.is_floating_point:
+        dtype = next((x.dtype for x in values if not x.ndim and x.is_floating_point()), dtype)
     if func._opname in OF_TRUTHS or func._opname.startswith("logical_"):
         dtype = torch.bool
     elif not (dtype.is_floating_point or _stays_integer(func._opname, dtype, args)):
         return None
     elif dtype == first.dtype and not first.is_contiguous() and all(x.shape == first.shape for x in tensors):
         return _like(first)
+
+    # 2. Its shape.
     shape = [1] * max(x.ndim for x in tensors)
     for x in tensors:
         for dim in range(1, x.ndim + 1):
@@ -371,24 +457,26 @@ def _broadcast(func: Any, args: tuple) -> Tensor | None:
 
 
 def _stays_integer(name: str, dtype: torch.dtype, args: tuple) -> bool:
-    is_bool, has_float = dtype == torch.bool, any(isinstance(x, float) for x in args)
-    return name in OF_INTEGERS and not has_float and (not is_bool or name.startswith("bitwise_"))
+    if name not in OF_INTEGERS or any(isinstance(x, float) for x in args):
+        return False
+    return dtype != torch.bool or name.startswith("bitwise_")
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
     """Bytes of each tensor among these; of a tensor that is broadcast, those that it has."""
-    found: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     for x in values:
         if isinstance(x, Tensor):
-            found += (min(x.numel() * x.itemsize, x.untyped_storage().nbytes()),)
+            sizes += (min(x.numel() * x.itemsize, x.untyped_storage().nbytes()),)
         elif isinstance(x, tuple | list):
-            found += _sizes(x)
-    return found
+            sizes += _sizes(x)
+    return sizes
 
 
 def _piece(q: Tensor, k: Tensor, causal: bool, backward: bool = False) -> AttentionCall:
     """Attention of q [T, N, H] to k [S, K, H]."""
-    return AttentionCall(backward, len(q), len(k), len(q) * len(k) / (2 if causal else 1), _heads(q, k))
+    pairs = len(q) * len(k) / (2 if causal else 1)
+    return AttentionCall(backward, len(q), len(k), pairs, _heads(q, k))
 
 
 def _documents(q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None, backward: bool = False) -> AttentionCall:
@@ -404,19 +492,21 @@ def _heads(q: Tensor, k: Tensor) -> Heads:
 class TurnRecording:
     """A turn that is recorded: the counts of the recorder since it began. Mutable."""
 
-    def __init__(self, recorder: TurnRecorder, before: int):
-        self.recorder, self.before = recorder, before
+    def __init__(self, recorder: TurnRecorder, begin_bytes: int):
+        self.recorder = recorder
+        self.begin_bytes = begin_bytes
 
     @property
-    def left(self) -> int:
+    def left_bytes(self) -> int:
         """Bytes now above those alive when it began."""
-        return self.recorder.now - self.before
+        return self.recorder.now - self.begin_bytes
 
     def profile(self, **sizes: Any) -> TurnProfile:
         """What was recorded up to now; `sizes`: fields that only the caller knows."""
         recorder = self.recorder
         sent = {axis: size for axis, size in recorder.sent.items() if size}
-        return TurnProfile(peak=recorder.peak - self.before, sent=sent, calls=tuple(recorder.calls), **sizes)
+        peak = recorder.peak - self.begin_bytes
+        return TurnProfile(peak=peak, sent=sent, calls=tuple(recorder.calls), **sizes)
 
 
 @dataclass(frozen=True)
@@ -425,28 +515,32 @@ class RecordedAttention(Attention):
 
     recorder: TurnRecorder | None = None
 
-    def fold(self, *given: Any, **how: Any) -> None:
+    def fold(self, *args: Any, **options: Any) -> None:
+        self._play(Attention.fold, args, options)
+
+    def add(self, *args: Any, **options: Any) -> None:
+        self._play(Attention.add, args, options)
+
+    def _play(self, function: Callable[..., None], args: tuple, options: dict[str, Any]) -> None:
         assert self.recorder
-        self.recorder.play_piece(_likeness("fold", given, how), lambda: Attention.fold(self, *given, **how))
 
-    def add(self, *given: Any, **how: Any) -> None:
-        assert self.recorder
-        self.recorder.play_piece(_likeness("add", given, how), lambda: Attention.add(self, *given, **how))
-
-
-def _likeness(name: str, given: Sequence[Any], how: dict[str, Any]) -> tuple:
-    """What equal pieces have in common: shapes and strides of tensors, and all other arguments."""
-    flat = [x for group in given for x in (group if isinstance(group, tuple) else (group,))]
-    tensors = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in flat]
-    return name, *tensors, *sorted(how.items())
+        # Equal pieces have equal shapes and strides of tensors, and equal other arguments.
+        key: list[Any] = [function.__name__, *sorted(options.items())]
+        for group in args:
+            for x in group if isinstance(group, tuple) else (group,):
+                key.append((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x)
+        self.recorder.play_piece(tuple(key), partial(function, self, *args, **options))
 
 
 class RecordedGroup(Group):
     """A group of ranks of which only this one is played: bytes that leave it are counted, nothing arrives."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, recorder: TurnRecorder):
-        self.ranks, self.axis, self.recorder = ranks, axis, recorder
-        self.size, self.index = len(ranks), ranks.index(rank)
+        self.ranks = ranks
+        self.axis = axis
+        self.recorder = recorder
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
         self.handle: Any = recorder if self.size > 1 else None
         self.is_inside = False  # a collective
         self.direct = self.size > 1 and recorder.transport == "gloo"
@@ -457,14 +551,16 @@ class RecordedGroup(Group):
 
     @contextmanager
     def _collective(self, operation: Operation, x: Tensor, share: float = 1.0) -> Iterator[None]:
-        """Records a collective, and not what it is made of. Its size is `share` times the tensor's."""
-        is_outermost, self.is_inside = not self.is_inside, True
+        """Record a collective, and not what it is made of. Its size is `share` times the tensor's."""
+        is_outermost = not self.is_inside
+        self.is_inside = True
         try:
             yield
         finally:
             self.is_inside = not is_outermost
         if is_outermost and self.size > 1:
-            self.recorder.calls.append(Collective(self.axis, operation, share * x.numel() * x.itemsize))
+            size_bytes = share * x.numel() * x.itemsize
+            self.recorder.calls.append(Collective(self.axis, operation, size_bytes))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         with self._collective("all_gather", out):
@@ -483,12 +579,17 @@ class RecordedGroup(Group):
             return super().all_reduce(x, op)
 
     def trade(self, out: Tensor, x: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
-        is_message = self.axis == "ring"
-        with self._collective("send" if is_message else "all_to_all", x, 1.0 if is_message else self.size / max(1, self.size - 1)):
+        # The ring sends a message. An all-to-all sends to all others what they need of x.
+        if self.axis == "ring":
+            collective = self._collective("send", x)
+        else:
+            collective = self._collective("all_to_all", x, self.size / max(1, self.size - 1))
+        with collective:
             return super().trade(out, x, out_sizes, in_sizes)
 
     def _native_all_to_all(self, out: Tensor, x: Tensor, *sizes: list[int]) -> None:
-        self._send(sum(sizes[1]) if sizes else x.numel() * (self.size - 1) // self.size, x)
+        elements = sum(sizes[1]) if sizes else x.numel() * (self.size - 1) // self.size
+        self._send(elements, x)
 
     def _native_all_gather(self, out: Tensor, x: Tensor) -> None:
         self._send(x.numel() * (self.size - 1), x)
@@ -504,7 +605,8 @@ class RecordedWorld:
     """One rank of a world whose others are not there."""
 
     def __init__(self, rank: int, recorder: TurnRecorder):
-        self.rank, self.recorder = rank, recorder
+        self.rank = rank
+        self.recorder = recorder
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> RecordedGroup:
         return RecordedGroup(ranks, self.rank, purpose, self.recorder)

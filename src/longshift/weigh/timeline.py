@@ -1,7 +1,9 @@
-"""A step on one rank, recorded: every operation with its times and the bytes alive after it, beside what the ledger says of the same step.
+"""A step on one rank, recorded: every operation with its times and the bytes alive after it, beside
+what the ledger predicts of the same step.
 
-A `Timeline` is entered before the state is built, so that it has seen every tensor. Bytes are those of all tensors on a CPU
-(`dist.held`), those that the allocator has given out on a GPU, where times are its host's: when work was handed to the device.
+A `Timeline` is entered before the state is built, so that it has seen every tensor. Bytes are those
+of all tensors on a CPU (`dist.held`). On a GPU they are those that the allocator has given out, and
+times are the host's: when work was handed to the device.
 """
 
 import time
@@ -20,145 +22,209 @@ from longshift.step.player import Player
 from longshift.stream.trace import Recorder, Span, counter_events, events_of, origin, save
 from longshift.weigh.ledger import Ledger
 
-LEAST, MOST = 0.98, 1.0  # recorded peak over predicted peak
-SHOWN = ("compute", "gather", "reduce", "switch", "messages", "tier out", "tier in", "link")  # from the top
+# Recorded peak over predicted peak: what a step may have.
+MIN_RATIO = 0.98
+MAX_RATIO = 1.0
+
+# Lanes of a trace, from the top.
+SHOWN_LANES = ("compute", "gather", "reduce", "switch", "messages", "tier out", "tier in", "link")
 
 
-class Played(NamedTuple):
-    """An operation, its seconds of the clock, and the bytes that were alive on the device after it."""
+class PlayedOp(NamedTuple):
+    """An operation, its seconds of the clock, and bytes alive on the device after it."""
 
     op: Op
     start: float
     end: float
-    held: int
+    device_bytes: int
 
 
 class Timeline(ExitStack):
-    """Records what a player plays while it is watched. Mutable. `played`: the operations so far; `peak`: the most bytes meanwhile."""
+    """Records what a player plays while it is watched. Mutable.
+
+    `ops`: the operations so far.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.device, self.played = device, list[Played]()
-        self._held = HeldBytes() if device.type == "cpu" else None
-        self._since = 0.0
+        self.device = device
+        self.ops: list[PlayedOp] = []
+        self._tensors = HeldBytes() if device.type == "cpu" else None
+        self._op_start = 0.0
 
     def __enter__(self) -> "Timeline":
-        if self._held is not None:
+        if self._tensors is not None:
             self.enter_context(prompt_release())
-            self.enter_context(self._held)
+            self.enter_context(self._tensors)
         return self
 
     def watch(self, player: Player) -> None:
-        """Begin to record a player. What was recorded before is forgotten."""
-        self.played = []
-        if self._held is not None:
-            self._held.restart()
+        """Begin to record a player. Earlier records are forgotten."""
+        self.ops = []
+        if self._tensors is not None:
+            self._tensors.restart()
         else:
             torch.cuda.reset_peak_memory_stats(self.device)
-        player.after = self._after
-        self._since = time.perf_counter()
+        player.after = self._record
+        self._op_start = time.perf_counter()
 
-    def _after(self, op: Op) -> None:
+    def _record(self, op: Op) -> None:
         end = time.perf_counter()
-        self.played.append(Played(op, self._since, end, self.held))
-        self._since = time.perf_counter()
+        self.ops.append(PlayedOp(op, self._op_start, end, self._device_bytes()))
+        self._op_start = time.perf_counter()  # measuring bytes is not the next operation's
 
-    @property
-    def held(self) -> int:
-        """Bytes now."""
-        if self._held is None:
+    def _device_bytes(self) -> int:
+        if self._tensors is None:
             return torch.cuda.memory_allocated(self.device)
-        self._held.refresh()  # a storage that was resized
-        return self._held.now[self.device.type]
+        self._tensors.refresh()  # it does not see that a storage is resized
+        return self._tensors.now[self.device.type]
 
     @property
     def peak(self) -> int:
-        return self._held.most[self.device.type] if self._held is not None else torch.cuda.max_memory_allocated(self.device)
+        """The most bytes since the player is watched."""
+        if self._tensors is None:
+            return torch.cuda.max_memory_allocated(self.device)
+        return self._tensors.most[self.device.type]
+
+
+class PredictedOp(NamedTuple):
+    """An operation, and bytes alive on the device after it."""
+
+    op: Op
+    device_bytes: int
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What the ledger says of a step: each operation with the bytes that are alive on the device after it, and the most."""
+class PredictedStep:
+    """What the ledger predicts of a step: its operations, and the peak of the device."""
 
-    after: tuple[tuple[Op, int], ...]
+    ops: tuple[PredictedOp, ...]
     peak: int
 
 
-def predicted(player: Player) -> Predicted:
-    """The ledger's prediction for the step whose program the player made last."""
-    precision, cpu = player.precision, player.world.device.type == "cpu"
-    same = precision.compute == precision.home
-    ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.stream.ahead, float8=precision.float8)
-    visits, packs = player.steps.visits(player.groups_here, player.lengths)
-    after: list[tuple[Op, int]] = []
-    lengths = [[[player.lengths[d] for d in pack] for pack in some] for some in packs]
-    found = ledger.play(visits, lengths, lambda op: after.append((op, ledger.book.now["device"])), steps=1, last=player.how)
-    return Predicted(tuple(after), found.device)
+def predict_step(player: Player) -> PredictedStep:
+    """The ledger's prediction of the step whose program the player made last."""
+    precision = player.precision
+    is_cpu = player.world.device.type == "cpu"
+    ledger = Ledger(
+        player.steps,
+        "gloo" if is_cpu else "nccl",
+        same_format=precision.compute == precision.home,
+        host_is_device=is_cpu,
+        ahead=player.stream.ahead,
+        float8=precision.float8,
+    )
+    visits, packs_by_visit = player.steps.visits(player.groups_here, player.lengths)
+    lengths = [[[player.lengths[d] for d in pack] for pack in packs] for packs in packs_by_visit]
+    ops: list[PredictedOp] = []
+
+    def record(op: Op) -> None:
+        ops.append(PredictedOp(op, ledger.allocations.now["device"]))
+
+    estimate = ledger.play(visits, lengths, record, steps=1, last=player.how)
+    return PredictedStep(tuple(ops), estimate.device)
 
 
-def differences(played: Sequence[Played], told: Predicted) -> list[dict[str, Any]]:
-    """Bytes after operations, largest difference first: of those that differ by the same, the first one, and how many `alike` there are.
-    Where another operation was played than was predicted, the row says so."""
-    rows = []
-    for number in range(max(len(played), len(told.after))):
-        one = played[number] if number < len(played) else None
-        op, size = told.after[number] if number < len(told.after) else (None, None)
-        same = one is not None and one.op == op
-        name = str(op) if same else f"{one.op if one else 'nothing'} was played for {op or 'nothing'}"
-        recorded = one.held if one else None
-        rows.append({"number": number, "op": name, "recorded": recorded, "predicted": size, "same": same})
-    found: dict[tuple, dict[str, Any]] = {}
-    for row in rows:
-        row["difference"] = (row["recorded"] or 0) - (row["predicted"] or 0)
-        first = found.setdefault((row["same"], row["difference"]), row)
-        first["alike"] = first.get("alike", 0) + 1
-    return sorted(found.values(), key=rank_of)
+def compare_ops(played: Sequence[PlayedOp], prediction: PredictedStep) -> list[dict[str, Any]]:
+    """Differences in bytes after operations, in the order of `difference_order`.
+
+    Of operations that differ by the same there is the first one, and how many are `alike`. A row
+    says where another operation was played than was predicted.
+    """
+    rows: dict[tuple, dict[str, Any]] = {}
+    for number in range(max(len(played), len(prediction.ops))):
+        played_op = played[number] if number < len(played) else None
+        predicted_op = prediction.ops[number] if number < len(prediction.ops) else None
+        name = played_name = str(played_op.op) if played_op else "nothing"
+        predicted_name = str(predicted_op.op) if predicted_op else "nothing"
+        is_same = bool(played_op and predicted_op and played_op.op == predicted_op.op)
+        if not is_same:
+            name = f"{played_name} was played for {predicted_name}"
+        recorded_bytes = played_op.device_bytes if played_op else None
+        predicted_bytes = predicted_op.device_bytes if predicted_op else None
+        difference = (recorded_bytes or 0) - (predicted_bytes or 0)
+        row = {
+            "number": number,
+            "op": name,
+            "recorded": recorded_bytes,
+            "predicted": predicted_bytes,
+            "same": is_same,
+            "difference": difference,
+            "alike": 0,
+        }
+        rows.setdefault((is_same, difference), row)["alike"] += 1
+    return sorted(rows.values(), key=difference_order)
 
 
-def rank_of(row: Mapping[str, Any]) -> tuple[bool, int]:
-    """The sort key of a row of `differences`: what should not have been played comes first, in its order, then the largest difference."""
+def difference_order(row: Mapping[str, Any]) -> tuple[bool, int]:
+    """The sort key of a row of `compare_ops`: first what should not have been played, in its order,
+    then the largest difference."""
     return row["same"], -abs(row["difference"]) if row["same"] else row["number"]
 
 
-def verdict(timeline: Timeline, told: Predicted, rows: int = 8) -> dict[str, Any]:
-    """Peaks, and the largest differences. `within`: whether what was played is the program, and the recorded peak is between LEAST and MOST
-    of the predicted one."""
-    found = differences(timeline.played, told)
-    ratio = timeline.peak / told.peak
-    within = all(row["same"] for row in found) and LEAST <= ratio <= MOST
-    peaks = {"recorded": timeline.peak, "predicted": told.peak, "ratio": ratio}
-    return {"operations": len(timeline.played), **peaks, "within": within, "differences": found[:rows]}
+def compare_step(timeline: Timeline, prediction: PredictedStep, max_rows: int = 8) -> dict[str, Any]:
+    """Compare peaks, and bytes after operations.
+
+    `within`: whether the program was played, and the ratio of the peaks is within MIN_RATIO and
+    MAX_RATIO.
+    """
+    differences = compare_ops(timeline.ops, prediction)
+    ratio = timeline.peak / prediction.peak
+    is_program = all(row["same"] for row in differences)
+    return {
+        "operations": len(timeline.ops),
+        "recorded": timeline.peak,
+        "predicted": prediction.peak,
+        "ratio": ratio,
+        "within": is_program and MIN_RATIO <= ratio <= MAX_RATIO,
+        "differences": differences[:max_rows],
+    }
 
 
-def write(path: Path, rank: int, played: Sequence[Played], told: Predicted, recorder: Recorder | None = None) -> None:
-    """A trace of both: two processes with the same lanes, and bytes on the device as a counter of each. What is predicted has no times of
-    its own: an operation is shown when the one of its place in the program was played. Raises UsageError where the file cannot be
-    written."""
-    spans = list(_spans(played))
-    chunks = [Span(_renamed(span.lane), span.name, span.start, span.end, span.facts) for span in recorder.spans] if recorder else []
-    beside = [Played(op, one.start, one.end, size) for one, (op, size) in zip(played, told.after)]
-    from_s = origin(spans)
-    both = (("recorded", [*spans, *chunks], played), ("predicted", list(_spans(beside)), beside))
+def write_timeline(
+    path: Path,
+    rank: int,
+    played: Sequence[PlayedOp],
+    prediction: PredictedStep,
+    recorder: Recorder | None = None,
+) -> None:
+    """Write a trace: two processes with the same lanes, and bytes on the device as a counter of
+    each. Raises UsageError where the file cannot be written.
+
+    `recorder`: has seen the events of chunks.
+    """
+    recorded_spans = list(_spans(played))
+    from_s = origin(recorded_spans)
+    if recorder:
+        for span in recorder.spans:
+            lane = {"in": "tier in", "out": "tier out"}.get(span.lane, span.lane)
+            recorded_spans.append(Span(lane, span.name, span.start, span.end, span.facts))
+
+    # A prediction has no times: an operation is shown when the one of its place was played.
+    predicted = []
+    for played_op, predicted_op in zip(played, prediction.ops):
+        predicted.append(played_op._replace(op=predicted_op.op, device_bytes=predicted_op[1]))
+    predicted_spans = list(_spans(predicted))
+
     events: list[dict[str, Any]] = []
-    for process, (name, shown, rows) in enumerate(both):
-        events += events_of(shown, 2 * rank + process, f"rank {rank}, {name}", SHOWN, from_s)
-        events += counter_events("device bytes", 2 * rank + process, [(one.end, one.held) for one in rows], from_s)
+    processes = (("recorded", recorded_spans, played), ("predicted", predicted_spans, predicted))
+    for index, (name, spans, ops) in enumerate(processes):
+        process = 2 * rank + index
+        events += events_of(spans, process, f"rank {rank}, {name}", SHOWN_LANES, from_s)
+        values = [(played_op.end, played_op.device_bytes) for played_op in ops]
+        events += counter_events("device bytes", process, values, from_s)
     save(path, events)
 
 
-def _spans(played: Iterable[Played]) -> Iterator[Span]:
-    """A span for each operation. What is awaited later lasts until then, in its own lane; waiting for it is a slice among what computes."""
+def _spans(ops: Iterable[PlayedOp]) -> Iterator[Span]:
+    """A span of each operation. What is awaited later lasts until then, in its own lane; waiting
+    for it is a slice in the lane that computes."""
     under_way: dict[tuple, deque[Span]] = defaultdict(deque)
-    for one in played:
-        begun = under_way[one.op] if one.op.kind in AWAITED.values() else None
-        if begun:
-            begun.popleft().end = one.end
-        span = Span(LANES.get(one.op.kind, "compute"), str(one.op), one.start, one.end, {"bytes after": one.held})
-        if one.op.kind in AWAITED:
-            under_way[(AWAITED[one.op.kind], *one.op[1:])].append(span)
+    for op, start, end, device_bytes in ops:
+        if op.kind in AWAITED.values() and under_way[op]:
+            under_way[op].popleft().end = end
+        lane = LANES.get(op.kind, "compute")
+        span = Span(lane, str(op), start, end, {"bytes after": device_bytes})
+        if op.kind in AWAITED:
+            under_way[(AWAITED[op.kind], *op[1:])].append(span)
         yield span
-
-
-def _renamed(lane: str) -> str:
-    """A lane of chunks' events among those of operations."""
-    return {"in": "tier in", "out": "tier out"}.get(lane, lane)

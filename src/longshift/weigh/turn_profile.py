@@ -107,14 +107,15 @@ class RankPlayer:
     """A rank with one pack. Mutable: its recorder. `loaded`: the profile of making the pack's tensors."""
 
     def __init__(self, setup: RankSetup, order: TokenOrder, ropes: Sequence[Rope]):
-        self.setup, self.order = setup, order
+        self.setup = setup
+        self.order = order
         rank = setup.layout.rank(setup.coord)
         self.recorder = TurnRecorder(setup.transport)
         self.ops = layout_ops(setup.spec, setup.layout, RecordedWorld(rank, self.recorder), self._kernel())  # pyright: ignore[reportArgumentType]
         self.ops.attention = self.recorder.attention(self.ops.attention)
         with self.recorder.recording() as turn:
             self.micro = self._micro_batch(ropes)
-        self.loaded = turn.profile(output=turn.left)
+        self.loaded = turn.profile(output=turn.left_bytes)
 
     def _kernel(self) -> Kernel:
         """What a run on this device takes, or what needs no less memory."""
@@ -125,13 +126,18 @@ class RankPlayer:
         return cut(kernel, FLASH, EVEN, LONG) if setup.compute_bytes == 2 else kernel
 
     def _micro_batch(self, ropes: Sequence[Rope]) -> MicroBatch:
-        setup, order = self.setup, self.order
-        tokens = order.local_tokens // setup.layout.neighbor_ranks
-        tokens_T, labels_T, positions_T = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(3))
-        runs = order.runs[setup.layout.place(setup.coord, axes.dealt("two-ended"))]
+        setup = self.setup
+        order = self.order
+        layout = setup.layout
+        tokens = order.local_tokens // layout.neighbor_ranks
+        tokens_T = torch.empty(tokens, dtype=torch.int64, device=META)
+        labels_T = torch.empty_like(tokens_T)
+        positions_T = torch.empty_like(tokens_T)
+        runs = order.runs[layout.place(setup.coord, axes.dealt("two-ended"))]
         ends = torch.empty(1 + len(runs), dtype=torch.int32, device=META)
-        rotary = {rope: rotary_table(rope, setup.spec.rotary_width, positions_T, setup.dtype) for rope in ropes}
-        positions = positions_T[: tokens // setup.layout.weight_ranks]
+        width = setup.spec.rotary_width
+        rotary = {rope: rotary_table(rope, width, positions_T, setup.dtype) for rope in ropes}
+        positions = positions_T[: tokens // layout.weight_ranks]
         return MicroBatch(tokens_T, labels_T, positions_T, positions, rotary, order, ends)
 
     def stream(self) -> Tensor:
@@ -144,38 +150,41 @@ class RankPlayer:
 
     def unit(self, unit: int) -> Unit:
         """The module of a unit with weights of this rank's shapes, and sums where matmuls add to them."""
-        setup, spec = self.setup, self.setup.spec
-        by = self.recorder.compiled(WRITTEN_OUT) if setup.compiled else WRITTEN_OUT
+        setup = self.setup
+        spec = setup.spec
+        by = self.recorder.fuse(WRITTEN_OUT) if setup.compiled else WRITTEN_OUT
         module = build_unit(spec, unit, by, setup.float8)
-        wide = torch.promote_types(setup.dtype, torch.float32)
-        adds = adds_inside(setup.compute_bytes, wide.itemsize, setup.transport == "nccl")
+        sum_dtype = torch.promote_types(setup.dtype, torch.float32)
+        adds = adds_inside(setup.compute_bytes, sum_dtype.itemsize, setup.transport == "nccl")
         summed = spec.multiplied[unit] if adds else ()
         for param in module.table:
             shape = local_shape(param, local_boxes(param, setup.layout, setup.coord))
             weight = self.empty(*shape)
             setattr(module, param.role, nn.Parameter(weight, not param.frozen))
             if param.name in summed:
-                total = self.empty(1, *shape, dtype=wide)
+                total = self.empty(1, *shape, dtype=sum_dtype)
                 module.adds[param.role] = partial(add_product, total, first=False)
         return module
 
     def play_pass(self, part: Part, block: int) -> TurnProfile:
         """Play the forward of a unit that keeps no graph."""
-        function, x = self._function(part, block), self._input(part)
+        function = self._function(part, block)
+        x = self._input(part)
         ops = self.ops.keeping([]) if part == "block with output" else self.ops
         with self.recorder.recording() as turn, torch.no_grad():
             y = function(x, self.micro, ops)
-        return turn.profile(output=_bytes(y), graph=turn.left - _bytes(y))
+        return turn.profile(output=_bytes(y), graph=turn.left_bytes - _bytes(y))
 
     def play(self, part: Part, block: int) -> dict[Phase, TurnProfile]:
         """Play a forward of a unit that keeps its graph, the first or another one, and the backward."""
-        function, x = self._function(part, block), self._input(part)
+        function = self._function(part, block)
+        x = self._input(part)
         ops = self.ops.keeping(self._attention_output(block)) if part == "block with output" else self.ops
 
         # 1. Forward.
         with self.recorder.recording() as turn:
             y = function(x, self.micro, ops)
-        forward = turn.profile(output=_bytes(y), graph=turn.left - _bytes(y))
+        forward = turn.profile(output=_bytes(y), graph=turn.left_bytes - _bytes(y))
 
         # 2. Backward. The list of what attention kept lives as long as its graph.
         dy = self.stream()
@@ -195,17 +204,19 @@ class RankPlayer:
 
     def _attention_output(self, block: int) -> list[Tensor]:
         """Output and log-sum-exp of attention, as a pass has left them."""
-        kept = list[Tensor]()
-        function, x = self._function("attention half", block), self._input("attention half")
+        output: list[Tensor] = []
+        function = self._function("attention half", block)
+        x = self._input("attention half")
         with self.recorder, torch.no_grad():
-            function(x, self.micro, self.ops.keeping(kept))
-        return kept
+            function(x, self.micro, self.ops.keeping(output))
+        return output
 
     def play_loss(self, number: int) -> TurnProfile:
         """Play the head and the loss on the `number`-th block of rows."""
         head = self.unit(self.setup.spec.layers + 1)
         assert isinstance(head, Head)
-        x, dx = self.stream(), self.stream()
+        x = self.stream()
+        dx = self.stream()
         with self.recorder.recording() as turn:
             loss_of_rows(head, x, dx, self.micro, self.ops, number, seed=1.0)
         return turn.profile(grads=gradient_bytes(head))

@@ -1,0 +1,221 @@
+"""Simulated allocations of a rank: bytes by name and memory, now and at their peaks."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longshift.layout.layout import Tier
+from longshift.program.operations import START, Op
+from longshift.program.step import Steps
+from longshift.spec.formats import adds_inside
+from longshift.weigh.recorder import Transport
+
+Place = Tier
+
+# An operation of the step by its number, and a point of time in it.
+Instant = tuple[int, tuple]
+WHOLE_STEP: Instant = -1, ()  # the key of all peaks where instants are not told apart
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes in a place: after which operation of the step, and what was alive, by name,
+    largest first."""
+
+    total: int
+    op: str
+    alive: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, total: int, op: str, alive: Mapping[str, int]) -> "Peak":
+        """The peak at which these bytes were alive, by name."""
+        return cls(total, op, tuple(sorted(alive.items(), key=lambda row: -row[1])))
+
+
+class MemorySnapshot(NamedTuple):
+    """The most bytes in a place at one instant: during which operation, and bytes by name.
+
+    `workspace`: bytes that the operation needed beyond those.
+    """
+
+    total: int
+    op: Op
+    by_name: Mapping[str, int]
+    workspace: int
+
+    @property
+    def alive(self) -> dict[str, int]:
+        """Bytes by name, the operation's workspace among them."""
+        alive = {name: size for name, size in self.by_name.items() if size}
+        if self.workspace > 0:
+            alive["gone when it ends"] = self.workspace
+        return alive
+
+    def peak(self, op_name: Callable[[Op], str]) -> Peak:
+        return Peak.of(self.total, op_name(self.op), self.alive)
+
+
+class Allocation:
+    """Memory of a simulated tensor. It is freed when nobody refers to it any more.
+
+    `shape`: equal for tensors of one size that may take over each other's memory.
+    """
+
+    __slots__ = ("name", "nbytes", "place", "shape", "tracker")
+
+    def __init__(
+        self,
+        tracker: "AllocationTracker",
+        name: str,
+        size: int,
+        place: Place = "device",
+        shape: Hashable = (),
+    ):
+        self.tracker = tracker
+        self.name = name
+        self.nbytes = size
+        self.place = place
+        self.shape = shape
+        tracker.change(name, size, place)
+
+    def __del__(self) -> None:
+        self.tracker.change(self.name, -self.nbytes, self.place)
+
+    def contiguous(self) -> "Allocation":
+        return self
+
+
+class AllocationTracker:
+    """Bytes by name, now and at the peak of each place. Mutable.
+
+    `peaks`: bytes by place, of all times; where instants are told apart, since `save_peaks`.
+    `has_new_peak`: whether one of `peaks` has risen since `save_peaks`.
+    `snapshots`: the peak of each place, by instant.
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.peaks: dict[str, int] = {}
+        self.has_new_peak = False
+        self.has_instants = False
+        self.snapshots: dict[Instant, dict[str, MemorySnapshot]] = {}
+        self.op_number = 0
+        self.op = START
+
+    def track_instants(self) -> dict[Instant, dict[str, MemorySnapshot]]:
+        """From now on tell instants apart. Returns their snapshots, which a step will fill."""
+        self.has_instants = True
+        self.peaks = {}
+        self.snapshots = {}
+        return self.snapshots
+
+    def change(self, name: str, size: int, place: str) -> None:
+        self.by_name[place][name] += size
+        total = self.now[place] = self.now[place] + size
+        if size > 0:
+            self._raise_peak(total, place)
+
+    def add_workspace(self, size: int, place: Place = "device") -> None:
+        """Note that an operation needs so many bytes in a place, beyond what is allocated."""
+        self._raise_peak(self.now[place] + size, place)
+
+    def _raise_peak(self, total: int, place: str) -> None:
+        if total > self.peaks.get(place, 0):
+            self.peaks[place] = total
+            self.has_new_peak = True
+
+    def begin_op(self, number: int, op: Op) -> None:
+        self.op_number = number
+        self.op = op
+
+    def save_peaks(self, instant: tuple = ()) -> None:
+        """Take snapshots of the peaks that the operation, or this instant of it, has raised."""
+        if not self.has_new_peak:
+            return
+        key = (self.op_number, instant) if self.has_instants else WHOLE_STEP
+        snapshots = self.snapshots.setdefault(key, {})
+        for place, peak in self.peaks.items():
+            if place not in snapshots or peak > snapshots[place].total:
+                snapshots[place] = MemorySnapshot(
+                    total=peak,
+                    op=self.op,
+                    by_name=dict(self.by_name[place]),
+                    workspace=peak - self.now[place],
+                )
+        if self.has_instants:
+            self.peaks = {}
+        self.has_new_peak = False
+
+
+class RankMemory:
+    """Memory and traffic of a rank, and what they depend on. Mutable.
+
+    `transport`: how collectives move, which decides what they need besides their results.
+    `same_format`: weights are computed with in home's format.
+    `host_is_device`: a CPU, whose host tier moves nothing.
+    `ahead`: of streams.
+    `float8`: whether matmuls of blocks take factors of eight bits.
+    `with_peaks`: whether peaks are wanted, and so what operations need as workspace. Traffic is
+    known without.
+
+    `sent`, `moved`: bytes by communicator, and by way between memories. `flops`: of computations.
+    `added_bytes`: of gradients that were added to their sums in a pass of its own.
+    `coded_bytes`: read and written to send in the formats of `wire`.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        transport: Transport,
+        same_format: bool,
+        host_is_device: bool,
+        ahead: int,
+        float8: bool,
+        with_peaks: bool,
+    ):
+        self.steps = steps
+        self.transport: Transport = transport
+        self.same_format = same_format
+        self.host_is_device = host_is_device
+        self.ahead = ahead
+        self.float8 = float8
+        self.with_peaks = with_peaks
+
+        self.weight_bytes, self.sum_bytes = steps.bytes
+        self.adds_inside = adds_inside(self.weight_bytes, self.sum_bytes, transport == "nccl")
+        self.host: Place = "device" if host_is_device else "host"
+
+        self.allocations = AllocationTracker()
+        self.sent = Counter[str]()
+        self.moved = Counter[str]()
+        self.flops = 0
+        self.added_bytes = 0
+        self.coded_bytes = 0
+
+    def allocate(self, name: str, size: int, place: Place = "device", shape: Hashable = ()) -> Allocation:
+        return Allocation(self.allocations, name, size, place, shape)
+
+    def allocate_state(self, name: str, size: int, unit: int) -> Allocation:
+        """Memory of the training state of a unit, as far as it is in memory."""
+        return self.allocate(name, size, self.state_place(unit))
+
+    def is_state_on_device(self, unit: int) -> bool:
+        """Whether the working copies of a unit may be tensors of home's own."""
+        tier = self.steps.home_tiers[unit]
+        return tier == "device" or (tier == "host" and self.host_is_device)
+
+    def state_place(self, unit: int) -> Place:
+        """Where the training state of a unit is as far as it is in memory."""
+        return "device" if self.is_state_on_device(unit) else self.host
+
+    def all_reduce_bytes(self, size: int, ranks: int) -> int:
+        """Bytes that a small all-reduce of `size` bytes sends out of a rank."""
+        # Gloo sends all of it to each other rank, NCCL sends it round a ring.
+        if self.transport == "gloo":
+            return size * (ranks - 1)
+        return 2 * size * (ranks - 1) // ranks
+
+    def send(self, communicator: str, size: int) -> None:
+        self.sent[communicator] += size

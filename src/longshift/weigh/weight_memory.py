@@ -1,0 +1,368 @@
+"""Bytes of a cut's working copies, of their gradients on the way home, and of switches, on a rank:
+see `weigh.ledger`."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from longshift.layout.placement import boxes_on, buckets_of
+from longshift.program.turns import RankLayout
+from longshift.switch.plan import Plan
+from longshift.weigh.allocations import Allocation, RankMemory
+from longshift.weigh.coding import Coding, gradient_coding, weight_coding
+from longshift.weigh.state_memory import StateMemory
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """A bucket of a unit on this rank, in elements. Its fused buffer is [slots, width].
+
+    `shard`: elements that this rank keeps at home.
+    `gather_coding`, `reduce_coding`: how it is coded on the wire, where it is.
+    """
+
+    holders: int
+    sharded: bool
+    width: int
+    shard: int
+    frozen: bool
+    gather_coding: Coding | None = None
+    reduce_coding: Coding | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.holders if self.sharded else 1
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """Elements of one moving unit on this rank.
+
+    `flat`: of the copies that are no tensors of home's.
+    `weights`: of each weight that is trained, by name.
+    """
+
+    flat: int
+    weights: Mapping[str, int]
+    buckets: tuple[BucketSizes, ...]
+
+    @property
+    def trained_buckets(self) -> list[BucketSizes]:
+        return [bucket for bucket in self.buckets if not bucket.frozen]
+
+
+def unit_sizes(memory: RankMemory, view: RankLayout, is_guest: bool) -> dict[int, UnitSizes]:
+    """Elements of each moving unit on this rank.
+
+    `is_guest`: the layout's copies are gathered from rows of its own, in the compute format, else
+    from home.
+    """
+    spec = view.spec
+    rank = memory.steps.rank
+    wire = memory.steps.wire
+    home_layout = view.cut.layout if is_guest else memory.steps.itinerary.home
+    has_same_format = is_guest or memory.same_format
+
+    # 1. Sizes of the buckets. A whole bucket in the compute format needs no other copy.
+    home_boxes = {}
+    buckets_by_unit: dict[int, list[BucketSizes]] = {}
+    for bucket in buckets_of(spec, home_layout, rank):
+        is_near = is_guest or memory.is_state_on_device(bucket.unit)
+        if not bucket.sharded and is_near and (has_same_format or bucket.frozen):
+            home_boxes.update(bucket.home(rank))
+        master_bytes = memory.weight_bytes if is_guest or bucket.frozen else memory.sum_bytes
+        sizes = BucketSizes(
+            holders=len(bucket.holders),
+            sharded=bucket.sharded,
+            width=bucket.width,
+            shard=bucket.kept(rank),
+            frozen=bucket.frozen,
+            gather_coding=weight_coding(bucket, rank, wire, memory.weight_bytes, master_bytes),
+            reduce_coding=gradient_coding(bucket, rank, wire, memory.sum_bytes),
+        )
+        buckets_by_unit.setdefault(bucket.unit, []).append(sizes)
+
+    # 2. Sizes of the copies.
+    units = {}
+    for unit, local_boxes in boxes_on(spec, view.layout, rank).items():
+        flat = 0
+        trained = {}
+        for name, boxes in local_boxes.items():
+            elements = sum(box.elements for box in boxes)
+            if boxes != (home_boxes.get(name),):
+                flat += elements
+            if not spec.by_name[name].frozen:
+                trained[name] = elements
+        units[unit] = UnitSizes(flat, trained, tuple(buckets_by_unit.get(unit, ())))
+    return units
+
+
+class Gather(NamedTuple):
+    """A bucket whose gather is under way, and how it is coded."""
+
+    buffer: Allocation
+    coding: Coding | None
+
+
+class Reduction(NamedTuple):
+    """A bucket whose reduction is under way: where it ends, and what else it holds meanwhile."""
+
+    bucket: BucketSizes
+    out: Allocation
+    buffers: list[Allocation]
+
+
+class WeightMemory:
+    """`state.copies.Copies` on bytes, and `state.visit.RowCopies` of a guest. Mutable.
+
+    A guest is a cut that fused collectives bring here from rows of its own.
+    """
+
+    def __init__(self, memory: RankMemory, view: RankLayout, home: StateMemory):
+        self.memory = memory
+        self.view = view
+        self.home = home
+        self.is_guest = view.collective and not view.cut.at_home
+        self.units = unit_sizes(memory, view, self.is_guest)
+        self.name = str(view.cut.layout)
+
+        # By unit.
+        self.flats: dict[int, Allocation] = {}
+        self.gathers: dict[int, deque[Gather]] = {}
+        self.grads: dict[int, Allocation] = {}  # that a backward has left on weights
+        self.sums: dict[int, list[Allocation]] = {}
+        self.reductions: dict[int, deque[deque[Reduction]]] = {}
+
+        # Of a guest.
+        self.rows: dict[int, Allocation] = {}
+        self.totals: dict[tuple[int, int], Allocation] = {}  # by unit and bucket
+
+    def open(self, unit: int) -> None:
+        if self.is_guest:
+            elements = sum(bucket.shard for bucket in self.units[unit].buckets)
+            size = elements * self.memory.weight_bytes
+            self.rows[unit] = self.memory.allocate(f"rows of {self.name}", size)
+        else:
+            self._allocate_copies(unit)
+
+    def close(self, unit: int) -> None:
+        """Free a unit, all units where it is -1."""
+        for number in list(self.units) if unit < 0 else [unit]:
+            self.release(number)
+            self.rows.pop(number, None)
+
+    def forget_totals(self) -> None:
+        self.sums.clear()
+        self.totals.clear()
+
+    def _allocate_copies(self, unit: int) -> None:
+        if unit not in self.flats:
+            size = self.units[unit].flat * self.memory.weight_bytes
+            self.flats[unit] = self.memory.allocate(f"working copies of {self.name}", size)
+
+    def release(self, unit: int) -> None:
+        self.flats.pop(unit, None)
+
+    # Gathers
+
+    def gather(self, unit: int) -> None:
+        self._allocate_copies(unit)
+        gathers = deque[Gather]()
+        for bucket in self.units[unit].buckets:
+            if bucket.sharded:
+                gathers.append(Gather(self._start_gather(unit, bucket), bucket.gather_coding))
+        self.gathers[unit] = gathers
+
+    def _start_gather(self, unit: int, bucket: BucketSizes) -> Allocation:
+        memory = self.memory
+        size = bucket.width * memory.weight_bytes
+        if coding := bucket.gather_coding:
+            size = coding.size
+            memory.coded_bytes += coding.encoded
+            place = "device" if self.is_guest else memory.state_place(unit)
+            memory.allocations.add_workspace(size + coding.encoding, place)
+
+        # Gloo sends to more than one other from a buffer with a copy for each holder.
+        is_copied = memory.transport == "gloo" and bucket.holders > 2
+        num_slots = 2 * bucket.holders if is_copied else 1 + bucket.holders
+        buffer = memory.allocate("gathers under way", size * num_slots)
+        memory.allocations.add_workspace(size if is_copied else 0)
+        memory.send("gather", size * (bucket.holders - 1))
+        return buffer
+
+    def ready(self, unit: int) -> None:
+        gathers = self.gathers.pop(unit)
+        while gathers:
+            gather = gathers.popleft()
+            if coding := gather.coding:
+                self.memory.coded_bytes += coding.decoded
+                self.memory.allocations.add_workspace(coding.decoding)
+            del gather  # frees its buffer before the next one is decoded
+
+    # Gradients
+
+    def added_weights(self, module: int) -> frozenset[str]:
+        """Weights whose gradients go into their sums as they are formed."""
+        return self.view.spec.multiplied[module] if self.memory.adds_inside else frozenset()
+
+    def expect(self, module: int) -> None:
+        added_weights = self.added_weights(module)
+        for unit in self.view.learning(module):
+            if added_weights & self.units[unit].weights.keys():
+                self._allocate_sums(unit)
+
+    def _allocate_sums(self, unit: int) -> None:
+        if unit in self.sums:
+            return
+        sizes = self.units[unit]
+        if self.view.collective:
+            counts = [bucket.slots * bucket.width for bucket in sizes.trained_buckets]
+        else:
+            counts = list(sizes.weights.values())
+        item = self.memory.sum_bytes
+        self.sums[unit] = [self.memory.allocate("gradient sums", n * item) for n in counts]
+
+    def leave_grads(self, unit: int, size: int) -> None:
+        """Have gradients on a unit's weights."""
+        self.grads[unit] = self.memory.allocate("gradients of weights", size)
+
+    def accumulate(self, unit: int) -> None:
+        self._allocate_sums(unit)
+        if grads := self.grads.pop(unit, None):
+            self.memory.added_bytes += grads.nbytes
+
+    def reduce(self, unit: int) -> None:
+        sums = deque(self.sums.pop(unit))
+        reductions = deque[Reduction]()
+        for bucket in self.units[unit].trained_buckets:
+            reductions.append(self._start_reduction(bucket, [sums.popleft()]))
+        self.reductions.setdefault(unit, deque()).append(reductions)
+
+    def _start_reduction(self, bucket: BucketSizes, total: list[Allocation]) -> Reduction:
+        """Reduce the sum that is the one item of `total`, which is emptied."""
+        memory = self.memory
+        size = bucket.width * memory.sum_bytes
+        peers = bucket.holders - 1
+        is_gloo = memory.transport == "gloo"
+        is_pair = bucket.holders == 2
+
+        def allocate(size: int) -> Allocation:
+            return memory.allocate("reductions under way", size)
+
+        # 1. Codes go to all holders, and each adds up its own.
+        if coding := bucket.reduce_coding:
+            memory.coded_bytes += coding.encoded
+            codes = allocate(bucket.slots * coding.size)
+            memory.allocations.add_workspace(coding.encoding)
+            total.clear()
+            memory.send("reduce", coding.size * peers)
+            return Reduction(bucket, allocate(bucket.slots * coding.size), [codes])
+
+        # 2. A reduce-scatter. On gloo it is made of messages: what arrives has a buffer.
+        if bucket.sharded:
+            memory.send("reduce", size * peers)
+            out = allocate(size)
+            if is_gloo:
+                total.append(allocate(size * (1 if is_pair else bucket.holders)))
+            return Reduction(bucket, out, list(total))
+
+        # 3. An all-reduce in place. On gloo two ranks swap their sums instead.
+        swaps = is_gloo and is_pair
+        if peers:
+            memory.send("reduce", size if swaps else 2 * size * peers // bucket.holders)
+        return Reduction(bucket, total[0], [allocate(size)] if swaps else [])
+
+    def reduced(self, unit: int) -> None:
+        memory = self.memory
+        reductions = self.reductions[unit].popleft()
+        for number in range(len(reductions)):
+            bucket, out, buffers = reductions.popleft()
+            coding = bucket.reduce_coding
+            if memory.transport == "gloo" and bucket.sharded and not coding and bucket.holders > 2:
+                memory.allocations.add_workspace(bucket.width * memory.sum_bytes)
+            buffers.clear()
+            if coding:
+                memory.coded_bytes += coding.decoded
+                codes = out
+                out = memory.allocate("reductions under way", bucket.width * memory.sum_bytes)
+                memory.allocations.add_workspace(coding.decoding)
+                del codes  # they are there until they are decoded
+            if self.is_guest:
+                self.totals.setdefault((unit, number), out)
+            else:
+                self.home.receive(unit, number, out, bucket.shard * memory.sum_bytes)
+            del out  # where home has copied it, it is gone before the next bucket
+
+
+class SwitchMemory:
+    """`state.transfer.Transfer` on bytes. Mutable.
+
+    The fused buffer has the size of the largest exchange. What passes through this rank, to others
+    of its node, stays for all rounds of its bucket.
+    """
+
+    def __init__(self, memory: RankMemory, plan: Plan, way: str):
+        self.memory = memory
+        self.way = way
+        self.rounds = plan.rounds
+        self.exchanges = exchange_bytes(plan, memory.steps.rank)
+        self.fused: Allocation | None = None
+        self.passing: dict[int, Allocation] = {}  # by exchange
+
+    def post(self, number: int) -> None:
+        self.memory.send(self.way, self.exchanges.sent[number])
+        if number == 0:
+            self.fused = self.memory.allocate("exchanges of a switch", self.exchanges.largest)
+        if size := self.exchanges.passing[number]:
+            self.passing[number] = self.memory.allocate("passing through", size)
+        self.passing.pop(number - self.rounds + 1, None)
+
+    def take_in(self, number: int) -> None:
+        if number == len(self.exchanges.sent) - 1:
+            self.fused = None
+
+
+@dataclass(frozen=True)
+class ExchangeBytes:
+    """Bytes of a switch on one rank, by exchange: that it sends, and that begin to pass through.
+
+    `largest`: that it sends and receives in the largest exchange.
+    """
+
+    sent: tuple[int, ...]
+    passing: tuple[int, ...]
+    largest: int
+
+
+@lru_cache(maxsize=64)  # a planner weighs many candidates with the same switches
+def exchange_bytes(plan: Plan, rank: int) -> ExchangeBytes:
+    """What `state.transfer.Transfer` moves on a rank."""
+    sent, received, passing = np.zeros((3, plan.exchanges), np.int64)
+    for weight in plan.weights:
+        slices = weight.slices
+        moves = weight.moves
+        if not len(moves):
+            continue
+
+        # 1. What comes and goes in each exchange.
+        exchange = weight.bucket[moves.slice] + moves.round
+        size = slices.size_bytes[moves.slice]
+        is_sent = moves.source == rank
+        is_received = moves.target == rank
+        np.add.at(sent, exchange[is_sent], size[is_sent])
+        np.add.at(received, exchange[is_received], size[is_received])
+
+        # 2. What this rank receives for others: it is sent on in a later round.
+        is_unwanted = ~slices.wants[moves.slice, rank]
+        is_early = moves.round < plan.rounds - 1
+        through = np.unique(moves.slice[is_received & is_early & is_unwanted])
+        np.add.at(passing, weight.bucket[through], slices.size_bytes[through])
+    return ExchangeBytes(
+        sent=tuple(sent.tolist()),
+        passing=tuple(passing.tolist()),
+        largest=int((sent + received).max()),
+    )
