@@ -210,7 +210,7 @@ def calibrate(run: str | Path, *, on: str | None = None, to: str | Path | None =
     file = Path(to) if to else folder / "cluster.json"
     from longshift.trainer.measured import calibrated
 
-    calibration = calibrated(folder, config, cluster_named(on) if on else this_machine(config.world, say))
+    calibration = calibrated(folder, config, cluster_named(on) if on else this_machine(config.world, say), say)
     save_cluster(calibration.cluster, file)
     return calibration.result(file)
 

@@ -1,10 +1,13 @@
 """Steps that are predicted before they are trained: how much time that takes, which band it says; and which steps of a run calibrate."""
 
+import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +17,7 @@ from longshift.config_file import parse_config
 from longshift.documents.batch import Batches
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
+from longshift.trainer import measured as trainer_measured
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.foretold import Foretold
 from longshift.trainer.measured import LEAST, MOST, measured
@@ -107,6 +111,20 @@ def test_steps_that_allocate_and_steps_of_another_config_are_left_out(config, tm
     (tmp_path / "metrics.jsonl").write_text("".join(row.to_json() + "\n" for row in changed[:LEAST]))
     with pytest.raises(UsageError, match="has 2 steps to calibrate by, and 4 are needed"):
         measured(tmp_path, config)
+
+
+def test_calibrating_says_how_long_it_takes_and_plays_fewer_steps_where_all_take_too_long(config, tmp_path, monkeypatch):
+    """On a clock that says 5 s whenever it is asked again: one play of 24 steps seems to take that, 20 plays 100 s; of 60 s, 14 steps."""
+    run_of(config, tmp_path, 60)
+    told, now_s = [], itertools.count(0, 5.0)
+    monkeypatch.setattr(trainer_measured, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    found = trainer_measured.calibrated(tmp_path, config, files.preset("cpu"), told.append)
+    number = len(found.steps)
+    assert LEAST <= number < MOST
+    assert f"playing {number} steps on the clock takes about 60 s" in told
+    assert any(re.fullmatch(r"after \d+ s: played \d+ times, of 20 at the most", line) for line in told)
+    monkeypatch.setattr(trainer_measured, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    assert len(trainer_measured.calibrated(tmp_path, config, files.preset("cpu")).steps) == MOST
 
 
 def test_a_row_keeps_what_was_predicted():

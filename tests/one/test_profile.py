@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.host import core_count
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
+from longshift.errors import UsageError
 from longshift.model import kernels
 from longshift.model.chosen_kernel import probe
 from longshift.profile import bench, machine, run, time_attention, time_compute, time_copies, time_disk, time_links
@@ -141,6 +143,40 @@ def test_medians_of_interleaved_rounds():
     curve = curve_of((SampledSizes("bytes", (1, 2, 3)),), [[1.0, 9.0, 2.0], [8.0, 8.0, 8.0], [2.0, 2.0, 2.0]])
     assert curve.seconds == pytest.approx((2.0, 4.0, 4.0))  # 8 then 2 cannot both be: the middle of both
     assert curve.spread == pytest.approx((2.0, 0.0, 0.0))
+
+
+def test_a_family_has_fewer_rounds_where_three_would_take_too_long(monkeypatch):
+    """Operations of 4 s: two rounds of one are expected to take 8 s, three to take 12 s; of two operations one round is all."""
+    passed_s = [0.0]
+
+    def run() -> None:
+        passed_s[0] += 4.0
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: passed_s[0]))
+    assert [len(samples) for samples in Bench(CPU, True).seconds([run], budget_s=1.0)] == [2]
+    assert [len(samples) for samples in Bench(CPU, True).seconds([run, run], budget_s=1.0)] == [1, 1]
+    assert [len(samples) for samples in Bench(CPU, False).seconds([run], budget_s=40.0)] == [9]
+
+
+def test_a_profile_says_how_long_it_takes_and_how_far_it_is(here, told):
+    said = "\n".join(told)
+    assert re.search(r"^measuring for about \d+ s(, up to two minutes while others run)?$", said, re.MULTILINE)
+    assert re.findall(r"^(\d) of 5, after \d+ s: ", said, re.MULTILINE) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_starved_machine_is_measured_at_few_sizes(monkeypatch, tmp_path):
+    """A process that gets a fifth of its cores says so, and measures what --quick would."""
+    told: list[str] = []
+    monkeypatch.setattr(time_compute, "granted_cores", lambda: 0.2 * torch.get_num_threads())
+    monkeypatch.setattr(run, "core_quota", lambda: torch.get_num_threads())
+
+    def measured(world: World, per_node: int, quick: bool, budget_s: float, least_s: float) -> dict:
+        raise UsageError(f"quick {quick}")
+
+    monkeypatch.setattr(run, "_collectives", measured)
+    with pytest.raises(UsageError, match="quick True"):
+        run.profile(World.alone(), 1, False, told.append, tmp_path)
+    assert any(line.startswith("as with --quick") for line in told)
 
 
 def test_short_operations_are_repeated_inside_one_timing(monkeypatch):

@@ -18,6 +18,7 @@ from longshift.cluster.curves import Curve, SampledSizes, monotone
 
 FEWEST = 3  # rounds
 MOST = 15  # rounds
+LATEST_S = 10.0  # after which a family has fewer rounds than FEWEST: others run on the cores
 SHORT_S = 2e-3  # operations that are shorter are repeated inside one timing
 LONG_S = 0.05  # the same where cores are shared or capped: several periods of the kernel's scheduler, to see what is sustained
 
@@ -40,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how thoroughly. `least_s`: of one timing. FEWEST are made whatever they take."""
+    """Where and how thoroughly. `least_s`: of one timing, where FEWEST rounds fit into the budget."""
 
     device: torch.device
     quick: bool
@@ -61,19 +62,20 @@ class Bench:
 
     def seconds(self, runs: Sequence[Run], budget_s: float) -> list[list[float]]:
         """For each operation its seconds in every round."""
+        least_s = max(SHORT_S, min(self.least_s, budget_s / (FEWEST * len(runs))))
         repeats = []
         for run in runs:
             run()
             run_s = max(1e-9, self._time(run, 1))
-            repeats.append(max(1, math.ceil(self.least_s / run_s)))
+            repeats.append(max(1, math.ceil(least_s / run_s)))
 
         samples: list[list[float]] = [[] for _ in runs]
         begin_s = time.perf_counter()
         for round_number in range(MOST):
-            if round_number >= FEWEST:
-                elapsed_s = time.perf_counter() - begin_s
+            if round_number > 0:
                 # One more round takes as long as those before.
-                if elapsed_s * (round_number + 1) / round_number >= budget_s:
+                expected_s = (time.perf_counter() - begin_s) * (round_number + 1) / round_number
+                if expected_s >= (budget_s if round_number >= FEWEST else max(budget_s, LATEST_S)):
                     break
             for run, count, run_samples in zip(runs, repeats, samples):
                 run_samples.append(self._time(run, count))

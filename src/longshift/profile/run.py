@@ -8,6 +8,7 @@ import json
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from longshift.trainer.run_folder import RunFolder
 
 SOURCE = "longshift profile"
 BUSY = 0.85  # of the cores; a quiet machine gives more
+STARVED = 0.4  # of the cores, with less than which all sizes would take minutes
 
 BUDGETS_S = {  # of each family: CPU quick, CPU full, GPU quick, GPU full
     "links": (3.0, 4.0, 10.0, 30.0),
@@ -99,32 +101,40 @@ def kept(device: torch.device, nodes: int, per_node: int, quick: bool, cache: Pa
 
 def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None], cache: Path = CACHE) -> Cluster:
     """Measure, and put the result into the cache. `tell`: progress."""
+    cores = time_compute.granted_cores()
+    threads = min(torch.get_num_threads(), core_quota() or core_count())
+    if cores < BUSY * threads:
+        tell(f"this process gets {cores:.2f} of its {threads:g} cores: others run, or its cores are capped; the numbers hold for that")
+    shares = torch.tensor([-cores / threads], device=world.device)
+    least_share = -world.everyone.all_reduce(shares, ReduceOp.MAX).item()
+    if least_share < STARVED and not quick:
+        quick = True
+        tell("as with --quick, for this would take minutes: measure again when less runs here")
+    any_busy = least_share < BUSY
+    least_s = LONG_S if any_busy else SHORT_S
     facts = machine.facts(world.device, world.size // per_node, per_node, quick)
     which = 2 * (world.device.type == "cuda") + (not quick)
     budget_s = {family: budgets[which] for family, budgets in BUDGETS_S.items()}
+    tell(f"measuring for about {sum(budget_s.values()):.0f} s" + ", up to two minutes while others run" * any_busy)
+    begin_s = time.monotonic()
 
-    cores = time_compute.granted_cores()
-    threads = min(torch.get_num_threads(), core_quota() or core_count())
-    is_busy = cores < BUSY * threads
-    if is_busy:
-        tell(f"this process gets {cores:.2f} of its {threads:g} cores: others run, or its cores are capped; the numbers hold for that")
-    busy_ranks = torch.tensor([float(is_busy)], device=world.device)
-    any_busy = world.everyone.all_reduce(busy_ranks, ReduceOp.MAX).item()
-    least_s = LONG_S if any_busy else SHORT_S
-    tell("collectives")
+    def begin(number: int, what: str) -> None:
+        tell(f"{number} of 5, after {time.monotonic() - begin_s:.0f} s: {what}")
+
+    begin(1, "collectives")
     curves = _collectives(world, per_node, quick, budget_s["links"], least_s)
     bench = Bench(world.device, quick, least_s)
-    tell("launch floor and matmuls")
+    begin(2, "launch floor and matmuls")
     curves |= time_compute.launch(bench, budget_s["launch"])
     curves |= time_compute.matmuls(bench, budget_s["matmul"])
-    tell("elementwise operations and copies")
+    begin(3, "elementwise operations and copies")
     curves |= time_compute.elementwise(bench, budget_s["elementwise"])
     curves |= time_copies.copies(bench, budget_s["copies"])
-    tell("attention")
+    begin(4, "attention")
     backends, attention_curves = time_attention.attention(bench, budget_s["attention"])
     curves |= attention_curves
     if world.rank % per_node == 0:  # ranks of a node share its disk
-        tell("disk")
+        begin(5, "disk")
         with suppress(OSError):
             curves |= time_disk.disk(bench, cache.expanduser(), budget_s["disk"])
 

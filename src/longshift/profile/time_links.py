@@ -23,7 +23,7 @@ from longshift.cluster.cluster import OPERATIONS, Link
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.dist.collectives import Group
 from longshift.dist.world import World
-from longshift.profile.bench import curve_of
+from longshift.profile.bench import LATEST_S, SHORT_S, curve_of
 
 SMALLEST_BYTES = 2**12
 LARGEST_BYTES = 2**26
@@ -32,7 +32,7 @@ LEAST_CORES_S = 1e-6  # of a send, by that
 SIDE = 128  # of matmuls before a collective
 LEAST_WORK_S = 0.01  # that they take
 WORKS = 6  # how often both are done in a row
-LATENESSES = 15  # rounds of that
+LATENESSES = {True: 15, False: 5}  # rounds of that, where the cores are free or not
 LEAST_LATE_S = 1e-5
 LONGEST_S = {True: 0.03, False: 0.1}  # of one operation, quick or not; sizes go up to where it takes so long
 FEWEST = 3  # rounds
@@ -70,7 +70,7 @@ def collectives(world: World, per_node: int, quick: bool, budget_s: float, least
         sends = {point[2]: run for point, run in runs.items() if point[:2] == farthest}
         curves["cores send"] = asdict(_cores_of_sends(world, sends))
         by_size = {size: group for sizes in groups.values() for size, group in sizes.items()}
-        curves["late"] = asdict(_lateness(world, by_size, max(LEAST_WORK_S, least_s)))
+        curves["late"] = asdict(_lateness(world, by_size, max(LEAST_WORK_S, least_s), LATENESSES[least_s <= SHORT_S]))
     return curves
 
 
@@ -91,7 +91,7 @@ def _cores_of_sends(world: World, sends: Mapping[int, tuple[Group, Callable[[], 
     return curve_of((SampledSizes("bytes", tuple(sends)),), samples)
 
 
-def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve:
+def _lateness(world: World, groups: Mapping[int, Group], work_s: float, rounds: int) -> Curve:
     """How much longer ranks take for computing `work_s` and a small collective than for both by themselves, over ranks of a group. Ranks
     end their computing at random within some time: the last of n comes after n / (n + 1) of it on average, and any one after half of it.
     That time is what groups of all sizes show together."""
@@ -115,7 +115,7 @@ def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve
     # 2. How late each rank is in groups of each size.
     sizes = sorted(groups)
     late_s = []
-    for _ in range(LATENESSES):
+    for _ in range(rounds):
         for size in sizes:
             group = groups[size]
             small = _operation("all_to_all", group, SMALLEST_BYTES, world.device)
@@ -126,7 +126,7 @@ def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve
     totals = world.everyone.all_reduce(torch.tensor(late_s, dtype=torch.float64))
 
     # 3. The time within which ranks end their computing, of all sizes together.
-    means = totals.view(LATENESSES, -1) / world.size
+    means = totals.view(rounds, -1) / world.size
     shares = torch.tensor([size / (size + 1) - 0.5 for size in sizes], dtype=torch.float64)
     within_s = (means.sum(1) / shares.sum()).clamp_min(LEAST_LATE_S)
     return curve_of((SampledSizes("ranks", tuple(map(float, sizes)), 0.0),), (shares[:, None] * within_s).tolist())
@@ -205,13 +205,17 @@ def _operation(operation: str, group: Group, size_bytes: int, device: torch.devi
 def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s: float, least_s: float) -> list[list[float]]:
     """Seconds of each operation in every round, of the slowest rank."""
     first = []
+    begin_s = world.now()
     for group, run in runs:
         run()
         first.append(_time(world, group, run, 1))
-    agreed = _slowest(world, [first])[0]
+    *agreed, first_s = _slowest(world, [[*first, world.now() - begin_s]])[0]
+    least_s = min(least_s, budget_s / (FEWEST * len(runs)))
     repeats = [max(1, math.ceil(least_s / seconds)) for seconds in agreed]
-    a_round_s = sum(seconds * count for seconds, count in zip(agreed, repeats))
-    rounds = int(min(MOST, max(FEWEST, budget_s / a_round_s)))
+    # Where others run on the cores, ranks wait for one another: the first operations took longer than the sum of their seconds.
+    a_round_s = first_s + sum(seconds * (count - 1) for seconds, count in zip(agreed, repeats))
+    fewest = FEWEST if FEWEST * a_round_s <= LATEST_S else 1
+    rounds = int(min(MOST, max(fewest, budget_s / a_round_s)))
     samples = []
     for _ in range(rounds):
         samples.append([_time(world, group, run, n) for (group, run), n in zip(runs, repeats)])

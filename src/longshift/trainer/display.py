@@ -130,6 +130,8 @@ def fitted(step: StepMetrics, steps: int, width: int) -> str:
             return line
     words["rate"] = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s"
     words["memory"] = _memory(step.memory_bytes)
+    if step.skipped:
+        words["skipped"] = "skipped"
     if "groups" in words:
         words["groups"] = _brief_group_words(step.groups)
     for lacking in ("", *LEAST_BRIEF):

@@ -1,6 +1,7 @@
 """What the steps of a run took, and what that says of the cluster: `longshift calibrate`, and `layout: auto` after its trials."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from longshift.cluster.cluster import Calibration, Cluster
+from longshift.cluster.cluster import MOVED, Calibration, Cluster
 from longshift.cluster.files import figures
 from longshift.cluster.host import profile_of_host
 from longshift.command_results import CalibrationResult, CalibrationStep
@@ -17,13 +18,18 @@ from longshift.dist.world import World
 from longshift.documents.batch import Batches
 from longshift.errors import UsageError
 from longshift.forecast import RunForecast, layout_text
-from longshift.simulate.calibrate import StepFit, band_of_errors, by_steps
+from longshift.simulate.calibrate import LOOKS, StepFit, band_of_errors, by_steps
+from longshift.simulate.calibrate import MOST as MOST_CONSTANTS
+from longshift.terminal import silent
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.run_folder import RunFolder
 
 MOST = 24  # steps of a run that are played
 LEAST = 4  # steps without which nothing is said
+PLAYS = 2 + len(MOVED) + (LOOKS - 1) * (1 + MOST_CONSTANTS)  # of all steps, at the most
+LONGEST_S = 60.0  # that they should take together
+TOLD_EVERY_S = 10.0
 
 
 def profile_here(world: World) -> Cluster | None:
@@ -118,18 +124,34 @@ class Calibrated:
         )
 
 
-def calibrated(run: Path, config: Config, profile: Cluster) -> Calibrated:
-    """What the steps of a run folder say of the cluster that they ran on. Raises UsageError where they are too few."""
+def calibrated(run: Path, config: Config, profile: Cluster, tell: Callable[[str], None] = silent) -> Calibrated:
+    """What the steps of a run folder say of the cluster that they ran on: fewer of them where playing all would take longer than LONGEST_S.
+    `tell`: progress. Raises UsageError where they are too few."""
     steps = measured(run, config)
     profile = replace(profile, calibration=None)
     configs = {layout_text(step.layout): config.with_layout(step.layout) for step in steps}
 
+    began_s = told_s = time.monotonic()
+    num_plays = 0
+
     def play(constants: Mapping[str, float]) -> np.ndarray:
+        nonlocal num_plays, told_s
+        now_s = time.monotonic()
+        if now_s - told_s > TOLD_EVERY_S:
+            told_s = now_s
+            tell(f"after {now_s - began_s:.0f} s: played {num_plays} times, of {PLAYS} at the most")
+        num_plays += 1
         forecasts = {}
         for layout, layout_config in configs.items():
             forecasts[layout] = RunForecast(layout_config, profile.moved(constants))
         return np.array([forecasts[layout_text(step.layout)].step(step.lengths).seconds for step in steps])
 
+    play({})
+    expected_s = (time.monotonic() - began_s) * PLAYS
+    if expected_s > LONGEST_S:
+        number = max(LEAST, int(len(steps) * LONGEST_S / expected_s))
+        steps = [steps[place] for place in np.linspace(0, len(steps) - 1, number).round().astype(int)]
+    tell(f"playing {len(steps)} steps on the clock takes about {min(expected_s, LONGEST_S):.0f} s")
     fit = by_steps(play, np.array([step.seconds for step in steps]))
     errors = tuple(fit.held_back.tolist())
     calibration = Calibration(
