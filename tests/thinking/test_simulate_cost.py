@@ -38,7 +38,7 @@ from longshift.simulate.cost import (
     sizes,
 )
 from longshift.simulate.model_flops import mfu, model_flops
-from longshift.simulate.rates import OF_CPU_CURVES, Constants, rates
+from longshift.simulate.rates import OF_CPU_CURVES, Constants, Rates, rates
 from longshift.spec.families import preset
 
 ROOT = Path(__file__).parents[2]
@@ -539,3 +539,16 @@ def test_simulate_published_is_blind_to_names(tmp_path):
 def test_simulate_constants_are_named_and_fitted():
     assert {field.name for field in fields(Constants)} >= {"matmul", "network", "launch"}
     assert rates(files.preset("h100")).constants != Constants()
+
+
+def test_simulate_asks_for_positive_sizes_where_meshes_have_other_kinds_of_matmuls(monkeypatch: pytest.MonkeyPatch):
+    """On two of four ranks matmuls of a block of tiny-llama are alike that are not on others: measured curves refuse a size of none."""
+    spec, asked = preset("tiny-llama"), []
+    cost = Cost(spec, replace(rates(named.cluster("64xh100")), core_shares=(1.0, 1.0)))
+    matmul_s = Rates.matmul_s
+    monkeypatch.setattr(Rates, "matmul_s", lambda self, *sides: (asked.append(min(map(np.min, sides))), matmul_s(self, *sides))[1])
+    meshes = Mesh.of(layouts.enumerate_layouts(spec, 4).candidates)
+    counts = {len(turn.counts) for turn in cost._recorded(meshes, "block", "block", "backward", False)}
+    assert len(counts) > 1
+    cost.turn("block", "backward", "block", meshes, np.full(len(meshes.distinct[1]), 256.0), 256.0**2 / 2)
+    assert min(asked) > 0

@@ -379,7 +379,9 @@ class Cost:
             sides = (_value(kinds[:, part, side], index, tokens) for side in range(5))
             batch, rows, inner, columns, sums_tokens = sides
             count = _pick(counts[:, part], index, tokens)
-            seconds = self.rates.matmul_s(rows, inner, columns)
+            # A mesh that has fewer kinds than others has none of the last, of no size, and curves know positive sizes.
+            is_there = count > 0
+            seconds = self.rates.matmul_s(np.where(is_there, rows, 1.0), np.where(is_there, inner, 1.0), np.where(is_there, columns, 1.0))
             if has_codes:
                 has_code = (sums_tokens == 0) & (inner % BLOCK == 0) & (columns % BLOCK == 0)
                 seconds = np.where(has_code, seconds / CODES_GAIN, seconds)
