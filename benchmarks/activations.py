@@ -25,7 +25,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import preset as machine_preset
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
-from longshift.planner.activations import Activations, choose
+from longshift.planner.activations import Activations, choose_activations
 from longshift.profile.run import measure_here
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost
@@ -59,7 +59,7 @@ def chosen(what: Trial, cluster: Cluster) -> tuple[list[tuple[int, Activations]]
     least, most = max(uniform[ALL_AGAIN], uniform[ALL_MOVED]), uniform[ALL_KEPT]
     budgets = [least + (most - least) * number // (BUDGETS - 1) for number in range(BUDGETS)]
     asked = Layout.parse("recompute-auto.disk")
-    return [(budget, choose(asked, what.spec.layers, budget, bytes_of, seconds_of)[0]) for budget in budgets], uniform
+    return [(budget, choose_activations(asked, what.spec.layers, budget, bytes_of, seconds_of)[0]) for budget in budgets], uniform
 
 
 def timed(what: Trial, layouts: Sequence[str], rounds: int) -> dict[str, list[float]]:

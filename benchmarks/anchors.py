@@ -32,10 +32,10 @@ from longshift.cluster.named import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
 from longshift.planner.group_seconds import stalled_s
-from longshift.planner.replay import Replay
+from longshift.planner.plan_evaluator import PlanEvaluator
 from longshift.planner.search import search
-from longshift.planner.shortlist import Listed, Problem, compare
-from longshift.planner.task import Task
+from longshift.planner.shortlist import PlanEstimate, Problem, compare
+from longshift.planner.task import PlanTask
 from longshift.simulate.clock import Clock, GroupPacks, in_visiting_order
 from longshift.simulate.cost import FLASH3, RECOMPUTE, Mesh
 from longshift.simulate.model_flops import model_flops
@@ -220,18 +220,18 @@ def edges_of(name: str) -> tuple[Edge, ...]:
     return tuple(found)
 
 
-def task_of(law: str) -> Task:
+def task_of(law: str) -> PlanTask:
     """What our planner is asked: the same law on 32 A800."""
     lengths = Lengths.from_array(np.concatenate([drawn(law, seed) for seed in range(DRAWS)]))
     machine = cluster(A800)
-    return Task(MODELS["32B"], on_cluster(machine, machine.devices), lengths, LAWS[law][2], "bf16", machine.devices)
+    return PlanTask(MODELS["32B"], on_cluster(machine, machine.devices), lengths, LAWS[law][2], "bf16", machine.devices)
 
 
-def padded_s(replay: Replay, edges: tuple[Edge, ...]) -> float:
+def padded_s(evaluator: PlanEvaluator, edges: tuple[Edge, ...]) -> float:
     """Mean seconds on the clock, each pack computed as one document of its capacity."""
-    clock = Clock(replay.shape(edges), replay.task.cluster, replay.cost, replay.task.precision)
+    clock = Clock(evaluator.shape(edges), evaluator.task.cluster, evaluator.cost, evaluator.task.precision)
     capacity, seconds = {edge.use: edge.pack for edge in edges}, []
-    for step in replay.typical[1:]:
+    for step in evaluator.typical[1:]:
         groups = [
             GroupPacks(group.layout, tuple(tuple((capacity[group.layout],) for pack in own if pack) for own in group.replicas))
             for group in in_visiting_order(clock.shape, step)
@@ -247,12 +247,12 @@ def bucketed(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
 
 def beside_c1() -> dict:
     """What our search finds over C1, padding-free and padded. C1 is timed whether it fits a device or not; GiB are the ledger's."""
-    best, replay = search(task_of("GitHub")).best, Replay(task_of("GitHub"))
+    best, evaluator = search(task_of("GitHub")).best, PlanEvaluator(task_of("GitHub"))
     assert best is not None
     c1 = edges_of("C1")
-    c1_s = replay.mean_second(c1)
-    own_s = replay.mean_second(best.edges)
-    padded = {"search": min(padded_s(replay, best.edges), padded_s(replay, bucketed(best.edges))), "c1": padded_s(replay, c1)}
+    c1_s = evaluator.mean_seconds(c1)
+    own_s = evaluator.mean_seconds(best.edges)
+    padded = {"search": min(padded_s(evaluator, best.edges), padded_s(evaluator, bucketed(best.edges))), "c1": padded_s(evaluator, c1)}
     return {
         "search": str(best),
         "search_s": own_s,
@@ -261,16 +261,16 @@ def beside_c1() -> dict:
         "padded_search_s": padded["search"],
         "padded_c1_s": padded["c1"],
         "padded_search_over_c1": padded["search"] / padded["c1"],
-        "search_gib": replay.weigh(best.edges)[0]["device"] / 2**30,
-        "c1_gib": replay.weigh(c1)[0]["device"] / 2**30,
+        "search_gib": evaluator.weigh(best.edges)[0]["device"] / 2**30,
+        "c1_gib": evaluator.weigh(c1)[0]["device"] / 2**30,
     }
 
 
 def hotspa(with_search: bool = True) -> dict:
     """Table 3. Errors are of totals that include what switches take here. `switch_s`: seconds that weights and
     sums of gradients travel, on the clock; without the search, what the table says."""
-    replay = Replay(task_of("GitHub"))
-    switch_s = {name: replay.step(edges_of(name), 0).busy_s("switch") for name in SETS} if with_search else OTHERS_S
+    evaluator = PlanEvaluator(task_of("GitHub"))
+    switch_s = {name: evaluator.step(edges_of(name), 0).busy_s("switch") for name in SETS} if with_search else OTHERS_S
     ways, rows, worst = {"predicted": measured_s, "modelled": modelled_s}, [], {}
     seconds = {way: {law: totals(law, slot_s) for law in LAWS} for way, slot_s in ways.items()}
     factors = {way: TOTAL_S["GitHub"]["static"] / found["GitHub"]["static"] for way, found in seconds.items()}
@@ -302,8 +302,8 @@ def device_bytes(text: str, longest: int) -> int:
 def clock_s(text: str, longest: int) -> float:
     """Seconds of a step of one sequence on the clock."""
     machine = cluster("8xa100-80")
-    task = Task(families.preset("llama-3-8b"), on_cluster(machine, 8), Lengths.from_array(np.array([longest])), longest, "bf16", 8)
-    return Replay(task).second((Edge(longest, Layout.parse(text)),), 0)
+    task = PlanTask(families.preset("llama-3-8b"), on_cluster(machine, 8), Lengths.from_array(np.array([longest])), longest, "bf16", 8)
+    return PlanEvaluator(task).seconds((Edge(longest, Layout.parse(text)),), 0)
 
 
 def talk(with_clock: bool = True) -> dict:
@@ -323,7 +323,7 @@ def talk(with_clock: bool = True) -> dict:
 # Llama 3
 
 
-def fastest_single(task: Task) -> Listed:
+def fastest_single(task: PlanTask) -> PlanEstimate:
     """The fastest single layout by rate cards, of those that fit by the ledger of the first and the last stage."""
     problem = Problem.of(task)
     for share in (1.0, 0.9, 0.8, 0.7):
@@ -345,7 +345,7 @@ def llama3() -> dict:
             if fixed and (ring > 1 or name == "theirs"):
                 fixed = fixed | {"ring": [ring]}
             lengths = Lengths(np.array([length]), np.array([1000]))
-            asked = Task(LLAMA3_405B, machine, lengths, TOKENS_405B, "bf16", machine.devices, fixed=fixed or {})
+            asked = PlanTask(LLAMA3_405B, machine, lengths, TOKENS_405B, "bf16", machine.devices, fixed=fixed or {})
             single = fastest_single(asked)
             seconds[name], layouts[name] = single.seconds, str(single.edges[0].use)
         micros, pairs = TOKENS_405B / length / dp, length**2 / 2

@@ -12,7 +12,7 @@ from switch_cases import peak_mib  # noqa: E402
 from longshift.cluster.named import cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
 from longshift.planner.shortlist import Problem, compare, shortlist  # noqa: E402
-from longshift.planner.task import Task  # noqa: E402
+from longshift.planner.task import PlanTask  # noqa: E402
 from longshift.schedule.sequence import token_order  # noqa: E402
 from longshift.spec.families import preset  # noqa: E402
 from longshift.spec.model import ModelSpec, Rope  # noqa: E402
@@ -50,7 +50,7 @@ def row(name: str) -> dict:
     model, devices, tokens, longest, documents = CASES[name]
     spec = LLAMA_405B if model == "405B" else preset(model)
     lengths, on = lengths_of(documents, longest), cluster(devices)
-    task = Task(spec, on, lengths, tokens, "bf16", on.devices)
+    task = PlanTask(spec, on, lengths, tokens, "bf16", on.devices)
     began = time.process_time()
     problem = Problem.of(task)
     comparison = compare(problem, task.budget_bytes)
@@ -60,8 +60,8 @@ def row(name: str) -> dict:
     return {
         "case": name,
         "seconds": seconds,
-        "candidates": problem.known.total,
-        "refused": dict(problem.known.refused),
+        "candidates": problem.enumeration.total,
+        "refused": dict(problem.enumeration.refused),
         "peak_mib": peak_mib(),
         "import_s": IMPORT_S,
         "first_turn_s": FIRST_TURN_S,

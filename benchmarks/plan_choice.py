@@ -43,9 +43,9 @@ from longshift.cluster.cluster import Cluster
 from longshift.dist.fork import ForkedWorld
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
-from longshift.planner.replay import Replay
-from longshift.planner.search import TRIED, search
-from longshift.planner.task import FILLED, Task
+from longshift.planner.plan_evaluator import PlanEvaluator
+from longshift.planner.search import MAX_TRIALS, search
+from longshift.planner.task import FILLED, PlanTask
 from longshift.simulate.calibrate import by_steps
 from longshift.simulate.clock import Clock, in_visiting_order
 from longshift.spec import families
@@ -76,7 +76,7 @@ class Case:
     calibrating: tuple[str, str, str]
     shares: tuple[float, ...]
     rounds: int
-    tried: int = TRIED
+    tried: int = MAX_TRIALS
 
     def alone(self, layout: str) -> tuple[Edge, ...]:
         """One layout for all documents, in packs of the longest."""
@@ -188,7 +188,7 @@ class Corpus:
     def __init__(self, name: str, folder: Path, case: Case, machine: Machine, cluster: Cluster, worlds: ExitStack):
         self.name, self.case, self.machine, self.worlds = name, case, machine, worlds
         lengths = split(Lengths.from_array(rounded(own_lengths(name) / case.shrink)), case.longest)
-        self.task = Task(case.spec, cluster, lengths, case.tokens, case.precision, machine.ranks)
+        self.task = PlanTask(case.spec, cluster, lengths, case.tokens, case.precision, machine.ranks)
         typical = lengths.typical(-(-case.rounds // 2), case.tokens)
         self.steps = [typical[max(0, number - WARM) // 2].tolist() for number in range(WARM + case.rounds)]
         generator = np.random.default_rng(0)
@@ -196,7 +196,7 @@ class Corpus:
         self.path = folder / f"{name}.json"
         self.path.write_text(json.dumps(given))
         self.trial = json.dumps(Trial(case.spec, (), precision=case.precision, lr=1e-4).to_json())
-        self.replay = Replay(self.task)
+        self.evaluator = PlanEvaluator(self.task)
         self.ways: dict[tuple[Edge, ...], Way] = {}
         self.folder, self.generator = folder, generator
 
@@ -208,26 +208,26 @@ class Corpus:
                 json.dumps([[document(self.generator, length, self.case.spec.vocab) for length in fullest(edges, self.case.tokens)]])
             )
             way = self.ways[edges] = Way(edges, self.worlds.enter_context(self.machine.world()), path)
-            way.ledger_bytes = self.replay.weigh(edges)[0]["device"]
-            way.clock = self.clocked(edges, self.replay)
+            way.ledger_bytes = self.evaluator.weigh(edges)[0]["device"]
+            way.clock = self.clocked(edges, self.evaluator)
         return self.ways[edges]
 
-    def clocked(self, edges: tuple[Edge, ...], replay: Replay) -> list[float]:
+    def clocked(self, edges: tuple[Edge, ...], evaluator: PlanEvaluator) -> list[float]:
         """The clock's seconds of all rounds."""
-        shape = replay.shape(edges)
-        clock = Clock(shape, replay.task.cluster, replay.cost, self.case.precision)
+        shape = evaluator.shape(edges)
+        clock = Clock(shape, evaluator.task.cluster, evaluator.cost, self.case.precision)
         return [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[WARM:]]
 
-    def calibrated(self) -> Replay:
+    def calibrated(self) -> PlanEvaluator:
         """What plays on the cluster that a median step of each calibrating way shows."""
         ways = [self.single(text) for text in self.case.calibrating]
 
-        def moved(constants: Mapping[str, float]) -> Replay:
-            return Replay(replace(self.task, cluster=self.task.cluster.moved(constants)))
+        def moved(constants: Mapping[str, float]) -> PlanEvaluator:
+            return PlanEvaluator(replace(self.task, cluster=self.task.cluster.moved(constants)))
 
         def play(constants: Mapping[str, float]) -> np.ndarray:
-            replay = moved(constants)
-            return np.array([statistics.median(self.clocked(way.edges, replay)) for way in ways])
+            evaluator = moved(constants)
+            return np.array([statistics.median(self.clocked(way.edges, evaluator)) for way in ways])
 
         return moved(by_steps(play, np.array([statistics.median(way.measured) for way in ways])).constants)
 
@@ -264,8 +264,8 @@ class Corpus:
 
     def rows(self) -> list[dict]:
         over = {edges: statistics.median(np.divide(way.clock, way.measured)) for edges, way in self.ways.items()}
-        replay = self.calibrated()
-        known = {edges: statistics.median(np.divide(self.clocked(edges, replay), way.measured)) for edges, way in self.ways.items()}
+        evaluator = self.calibrated()
+        known = {edges: statistics.median(np.divide(self.clocked(edges, evaluator), way.measured)) for edges, way in self.ways.items()}
         return [
             {
                 "corpus": self.name,
@@ -289,7 +289,7 @@ class Corpus:
         tensors = int(share * self.single(self.case.single[0]).ledger_bytes)
         found = search(replace(self.task, memory_bytes=tensors / FILLED))
         alike, single = found.context_parallel, found.single
-        tried = [self.add(way.edges) for way in found.worth_trying()[: self.case.tried]]
+        tried = [self.add(way.edges) for way in found.trial_plans()[: self.case.tried]]
         if single is not None:
             self.add(single.edges)
         return Chosen(share, tensors, tried, None if alike is None else self.add(alike.edges))
@@ -411,7 +411,7 @@ def summary(case: Case, rows: Sequence[dict], budgets: Sequence[dict]) -> dict:
     regrets = []
     for name in corpora:
         known = [row for row in rows if row["corpus"] == name][: len(case.single) + len(case.groups)]
-        few = sorted(known, key=lambda row: sum(row["clock_s"]))[:TRIED]
+        few = sorted(known, key=lambda row: sum(row["clock_s"]))[:MAX_TRIALS]
         regrets.append([odd_s(row) / odd_s(min(known, key=even_s)) - 1 for row in (few[0], few[fastest_trial(list(map(as_tried, few)))])])
     return {
         "median_raw": statistics.median(abs(row["raw"]) for row in rows),

@@ -19,7 +19,7 @@ from longshift.cluster.named import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import format_size
 from longshift.planner.search import search
-from longshift.planner.task import Task
+from longshift.planner.task import PlanTask
 from longshift.spec import families
 from longshift.spec.model import ModelSpec
 from longshift.workload.given import Lengths, read_lengths
@@ -62,13 +62,13 @@ def row(case: int, corpus: str, longest: int) -> dict:
     began, spec = time.perf_counter(), model()
     lengths = split(read_lengths(FOLDER / f"{corpus}.csv"), longest)
     tokens, machine = max(TOKENS, 2 * longest), cluster(on)
-    task = Task(spec, on_cluster(machine, machine.devices), lengths, tokens, "bf16", machine.devices)
+    task = PlanTask(spec, on_cluster(machine, machine.devices), lengths, tokens, "bf16", machine.devices)
     found = search(task)
-    told = {"model": name, "on": on, "corpus": corpus, "longest": longest, "tokens": tokens, "candidates": found.candidates}
+    told = {"model": name, "on": on, "corpus": corpus, "longest": longest, "tokens": tokens, "candidates": found.num_candidates}
     if found.best is None:
         return told | {"changes": list(found.changes), "planned_s": time.perf_counter() - began}
     wide = padded(lengths)
-    apart = Task(
+    apart = PlanTask(
         spec, task.cluster, wide, int(tokens * wide.tokens / wide.documents * lengths.documents / lengths.tokens), "bf16", task.world
     )
     baseline = search(apart, single=True).single

@@ -9,7 +9,7 @@ import pytest
 
 from longshift.cluster.files import preset as machine_preset
 from longshift.layout.layout import Layout
-from longshift.planner.activations import choose
+from longshift.planner.activations import choose_activations
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
@@ -58,7 +58,7 @@ def test_nothing_that_fits_is_faster(text: str):
     seen = set()
     for tenth in range(11):
         free = least + (largest - least) * tenth / 10
-        best, compared = choose(layout, blocks, free, bytes_of, seconds_of)
+        best, compared = choose_activations(layout, blocks, free, bytes_of, seconds_of)
         assert best.bytes == bytes_of(best.layout) <= free
         assert best.seconds <= min(seconds_of(way) for way in ways if bytes_of(way) <= free)
         assert best == compared[0]
@@ -69,7 +69,7 @@ def test_nothing_that_fits_is_faster(text: str):
 
 
 def test_where_nothing_fits_it_is_the_smallest():
-    best, compared = choose(Layout.parse("recompute-auto.host"), BLOCKS, 1e6, bytes_of, seconds_of)
+    best, compared = choose_activations(Layout.parse("recompute-auto.host"), BLOCKS, 1e6, bytes_of, seconds_of)
     assert compared == ()
     assert best.bytes == min(map(bytes_of, all_ways(Layout.parse("recompute-auto.host"))))
 
@@ -78,13 +78,13 @@ def test_half_the_memory_is_worth_more_than_half_of_it_elsewhere():
     """Both sides keep the output of attention: they differ by the matmuls of the blocks that keep all."""
     layout = Layout.parse("recompute-auto.host")
     everything, again, moved = (Layout.parse(text) for text in ("dp1", "recompute-full", "recompute-full.host"))
-    best, _ = choose(layout, BLOCKS, (bytes_of(everything) + bytes_of(again)) / 2, bytes_of, seconds_of)
+    best, _ = choose_activations(layout, BLOCKS, (bytes_of(everything) + bytes_of(again)) / 2, bytes_of, seconds_of)
     assert min(seconds_of(again), seconds_of(moved)) > 1.1 * best.seconds
 
 
 def test_more_memory_is_never_slower():
     layout = Layout.parse("recompute-auto")
-    ask: Callable[[float], float] = lambda free: choose(layout, BLOCKS, free, bytes_of, seconds_of)[0].seconds  # noqa: E731
+    ask: Callable[[float], float] = lambda free: choose_activations(layout, BLOCKS, free, bytes_of, seconds_of)[0].seconds  # noqa: E731
     least, largest = bytes_of(Layout.parse("recompute-full")), bytes_of(Layout())
     seconds = [ask(least + (largest - least) * share / 7) for share in range(8)]
     assert seconds == sorted(seconds, reverse=True)

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from longshift.layout.blocks import BLOCK, begun_in, cut_blocks, scales_of, widened
+from longshift.layout.blocks import BLOCK, blocks_starting_in, cut_blocks, scales_of, widen_to_blocks
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets, moving_unit
@@ -66,9 +66,9 @@ def test_where_ranks_have_whole_blocks_none_is_cut():
 @pytest.mark.parametrize("edges", [(0, 300), (0, 128, 300), (0, 40, 41, 200, 256, 300), (0, 150, 150, 300)])
 def test_each_block_begins_in_one_box(edges: tuple[int, ...]):
     boxes = [Box((2, a), (5, b)) for a, b in pairwise(edges)]
-    begun = sorted((box.start[-1], box.stop[-1]) for box in map(begun_in, boxes) if box)
+    begun = sorted((box.start[-1], box.stop[-1]) for box in map(blocks_starting_in, boxes) if box)
     assert [number for first, last in begun for number in range(first, last)] == [0, 1, 2]
     for box in boxes:
-        assert begun_in(box) in scales_of(box)
-        assert scales_of(widened(box, (9, 300))) == scales_of(box)
-        assert not box or box in widened(box, (9, 300))
+        assert blocks_starting_in(box) in scales_of(box)
+        assert scales_of(widen_to_blocks(box, (9, 300))) == scales_of(box)
+        assert not box or box in widen_to_blocks(box, (9, 300))

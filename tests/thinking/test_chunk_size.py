@@ -8,7 +8,7 @@ from longshift.cluster.cluster import Link
 from longshift.cluster.files import preset as machine_preset
 from longshift.layout.layout import AUTO, Layout
 from longshift.planner import chunk_size
-from longshift.planner.chunk_size import EFFICIENT, HIDDEN, SMALLEST, Machine, choose, powers
+from longshift.planner.chunk_size import EFFICIENT, HIDDEN, SMALLEST, Machine, choose_chunk, powers
 from longshift.spec.model import ModelSpec, Rope
 
 SPEC = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 24, rope=Rope())  # Llama-3 8B
@@ -29,7 +29,7 @@ def bytes_of(tokens: int) -> int:
 
 
 def chosen(layout: str, *where: float) -> int:
-    return choose(SPEC, Layout.parse(layout), LONGEST, machine(*where), bytes_of)[0]
+    return choose_chunk(SPEC, Layout.parse(layout), LONGEST, machine(*where), bytes_of)[0]
 
 
 def test_the_word():
@@ -44,11 +44,11 @@ def test_the_word():
 def test_it_is_the_smallest_that_does(layout: str):
     cut, where = Layout.parse(layout), machine()
     sizes = powers(LONGEST)
-    rates = [chunk_size._rate(SPEC, cut, tokens, where) for tokens in sizes]
-    tokens, why = choose(SPEC, cut, LONGEST, where, bytes_of)
+    rates = [chunk_size._attention_rate(SPEC, cut, tokens, where) for tokens in sizes]
+    tokens, why = choose_chunk(SPEC, cut, LONGEST, where, bytes_of)
     assert "the smallest that hides transfers and keeps kernels efficient" in why
     for size, rate in zip(sizes, rates):
-        does = chunk_size._hidden(SPEC, cut, size, LONGEST, where) >= HIDDEN and rate / max(rates) >= EFFICIENT
+        does = chunk_size._hidden_share(SPEC, cut, size, LONGEST, where) >= HIDDEN and rate / max(rates) >= EFFICIENT
         assert does == (size >= tokens)
         if size == tokens:
             break
@@ -64,9 +64,9 @@ def test_slower_links_and_the_papers_order_need_larger_chunks():
 
 def test_what_does_not_fit_is_not_chosen():
     kept = Layout.parse("chunk-auto.host.kv-offload")
-    tokens, why = choose(SPEC, kept, LONGEST, machine(1.0, 0.3e9), bytes_of)
+    tokens, why = choose_chunk(SPEC, kept, LONGEST, machine(1.0, 0.3e9), bytes_of)
     assert tokens < chosen("chunk-auto.host.kv-offload")
     assert why.startswith("the best that fits, or nearly; none hides transfers")
-    tokens, why = choose(SPEC, kept, LONGEST, machine(1.0, 1e6), bytes_of)
+    tokens, why = choose_chunk(SPEC, kept, LONGEST, machine(1.0, 1e6), bytes_of)
     assert tokens == SMALLEST
     assert why.startswith("the smallest, and more than is free")

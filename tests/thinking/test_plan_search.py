@@ -21,17 +21,16 @@ from longshift.errors import UsageError
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
+from longshift.planner import balance_stages, memory_bound, plan_evaluator
 from longshift.planner import group_seconds as rate_cards
-from longshift.planner import memory_bound, uneven
-from longshift.planner import replay as replays
-from longshift.planner.assign import assignments, tally
-from longshift.planner.candidates import Candidates, enumerate_layouts, illegal
-from longshift.planner.memory_bound import Training, device_bytes, least_of_way
-from longshift.planner.replay import Replay, Way, one_cut
-from longshift.planner.search import Choice, search
-from longshift.planner.shortlist import Listed, Problem, compare, shortlist, too_large
-from longshift.planner.siblings import meshes, siblings
-from longshift.planner.task import CONTEXT_BYTES, FILLED, Task
+from longshift.planner.assign import best_assignments, tally_lengths
+from longshift.planner.candidates import Candidates, enumerate_layouts, violations
+from longshift.planner.memory_bound import Training, min_device_bytes, min_plan_bytes
+from longshift.planner.neighbors import mesh_set, neighbors
+from longshift.planner.plan_evaluator import PlanCandidate, PlanEvaluator, has_one_cut
+from longshift.planner.search import SearchResult, search
+from longshift.planner.shortlist import PlanEstimate, Problem, compare, find_rivals, shortlist
+from longshift.planner.task import CONTEXT_BYTES, FILLED, PlanTask
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
@@ -63,14 +62,14 @@ def task_on(
     spec: ModelSpec = LARGE,
     tokens: int = 1 << 20,
     **fixed: tuple,
-) -> Task:
+) -> PlanTask:
     machine = cluster(devices)
     lengths = Lengths(*some_lengths(seed, longest=longest))
-    return Task(spec, machine, lengths, tokens, "bf16", machine.devices, fixed=fixed, memory_bytes=gib * GIB)
+    return PlanTask(spec, machine, lengths, tokens, "bf16", machine.devices, fixed=fixed, memory_bytes=gib * GIB)
 
 
 @cache
-def listed_on(devices: str = "8xH100", gib: float = 80, longest: int = 1 << 15, seed: int = 0, **fixed: tuple) -> list[Listed]:
+def listed_on(devices: str = "8xH100", gib: float = 80, longest: int = 1 << 15, seed: int = 0, **fixed: tuple) -> list[PlanEstimate]:
     task = task_on(devices, gib, longest, seed, **fixed)
     return shortlist(compare(Problem.of(task), task.budget_bytes))
 
@@ -91,7 +90,7 @@ def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int, float8: bo
         Layout(*(rng.choice(degrees) for _ in range(5)), virtual=rng.choice([1, 2, 4]), order=rng.choice(["1f1b", "gpipe"]))
         for _ in range(400)
     ]
-    wrong = np.logical_or.reduce(list(illegal(spec, Candidates.of(some), float8).values()))
+    wrong = np.logical_or.reduce(list(violations(spec, Candidates.of(some), float8).values()))
     assert wrong.tolist() == [bool(faults(spec, layout, layout.world, float8=float8)) for layout in some]
     for index in rng.choices(range(len(known.candidates)), k=50):
         layout = known.candidates.layout(index)
@@ -146,7 +145,7 @@ def of_bound(
         few = micros if layout.order == "gpipe" else min(micros, 2 * layout.pp * layout.virtual + 1)
         outside = home.last == "disk" or (home.last == "host" and transport == "nccl")
         training = Training(spec, formats, transport, outside)  # pyright: ignore[reportArgumentType]
-        bound = device_bytes(training, known.take(np.array([index])), pack, few)[0]
+        bound = min_device_bytes(training, known.take(np.array([index])), pack, few)[0]
         found.append(bound / ledger_bytes(spec, layout, pack, micros, formats, transport, home))
     return found
 
@@ -194,7 +193,7 @@ def test_plan_bound_of_several_groups_holds(home: str):
         shape = StepShape(way, edges, formats, tokens, uptos[-1], home_in=HomeTiers(home))
         needed = largest_need(memory_needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
         training = Training(spec, formats, transport, home == "host" and transport == "nccl")  # pyright: ignore[reportArgumentType]
-        found.append(least_of_way(training, edges, tokens) / needed)
+        found.append(min_plan_bytes(training, edges, tokens) / needed)
     assert max(found) <= 1
     assert np.median(found) > 0.6
 
@@ -204,7 +203,7 @@ def test_plan_bound_counts_packs_in_flight_of_interleaved_orders(text: str, laye
     """The first stage of pp4.v2 has 11 passes under way, of which 3 are of the second four micro-batches: without these, 0.77."""
     spec, layout, formats = replace(SMALL, layers=layers), Layout.parse(text), FORMATS["bf16"]
     weighed = min(micros, 2 * layout.pp * layout.virtual + 1)
-    bound = float(device_bytes(Training(spec, formats, "nccl"), Candidates.of([layout]), 8192, weighed)[0])
+    bound = float(min_device_bytes(Training(spec, formats, "nccl"), Candidates.of([layout]), 8192, weighed)[0])
     assert 0.95 < bound / ledger_bytes(spec, layout, 8192, micros, formats, "nccl") <= 1
 
 
@@ -214,13 +213,13 @@ def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):
     at, small = Candidates.of([layout]), FORMATS["bf16"]
 
     def ratio() -> float:
-        return float(device_bytes(Training(SMALL, small, "nccl"), at, 8192, 9)[0] / ledger_bytes(SMALL, layout, 8192, 9, small, "nccl"))
+        return float(min_device_bytes(Training(SMALL, small, "nccl"), at, 8192, 9)[0] / ledger_bytes(SMALL, layout, 8192, 9, small, "nccl"))
 
     assert 0.9 < ratio() <= 1
     one = np.ones(1, np.int64)
-    monkeypatch.setattr(memory_bound, "in_flight", lambda at, micros, first: (one, one > 0, one > 0))
+    monkeypatch.setattr(memory_bound, "in_flight", lambda candidates, micros, is_first: memory_bound.InFlight(one, one > 0, one > 0))
     assert ratio() < 0.75
-    monkeypatch.setattr(memory_bound, "in_flight", lambda at, micros, first: (micros, one > 0, one > 0))
+    monkeypatch.setattr(memory_bound, "in_flight", lambda candidates, micros, is_first: memory_bound.InFlight(micros, one > 0, one > 0))
     assert ratio() > 1
 
 
@@ -254,7 +253,7 @@ def test_plan_program_equals_brute_force():
     rng = np.random.default_rng(0)
     for _ in range(1000):
         case = random_case(rng)
-        found, least = assignments(*case), brute(*case)
+        found, least = best_assignments(*case), brute(*case)
         assert bool(found) == np.isfinite(least)
         if found:
             cost, present, switch, last, _ = case
@@ -271,8 +270,8 @@ def test_plan_program_with_more_layouts_is_never_worse():
     rng = np.random.default_rng(1)
     for _ in range(100):
         cost, present, switch, last, groups = random_case(rng)
-        few = assignments(cost[:, :, :1], present, switch[:1, :1], last[:1], groups)
-        every = assignments(cost, present, switch, last, groups)
+        few = best_assignments(cost[:, :, :1], present, switch[:1, :1], last[:1], groups)
+        every = best_assignments(cost, present, switch, last, groups)
         assert not few or every[0].seconds <= few[0].seconds + 1e-12
 
 
@@ -281,7 +280,7 @@ def test_plan_program_with_more_layouts_is_never_worse():
 
 def test_plan_tallies_all_tokens():
     lengths = Lengths(*some_lengths(longest=5000))
-    found = tally(ODD, lengths, 10_000)
+    found = tally_lengths(ODD, lengths, 10_000)
     documents, tokens, *_ = found.sums[-1]
     assert tokens == pytest.approx(10_000)
     assert documents == pytest.approx(10_000 * lengths.documents / lengths.tokens)
@@ -308,7 +307,7 @@ def test_plan_is_never_worse_than_the_best_single_layout(gib: float, devices: st
         for edge in way.edges:
             assert faults(LARGE, edge.use, task.world, edge.upto) == ()
             assert edge.pack >= edge.upto
-            assert problem.bytes(Candidates.of([edge.use]), edge.pack)[0] <= task.budget_bytes
+            assert problem.min_bytes(Candidates.of([edge.use]), edge.pack)[0] <= task.budget_bytes
 
 
 def test_plan_with_more_memory_or_faster_links_is_not_slower():
@@ -356,7 +355,7 @@ def test_plan_says_what_would_fit_where_nothing_does():
 def test_plan_puts_the_training_state_where_the_config_says():
     """Of 8B on one GPU: masters, moments and gradients need 120 GiB of the host, which a small host has not, and a disk may have."""
     spec, lengths = preset("llama-3-8b"), Lengths.from_array(np.full(64, 4096))
-    asked = Task(spec, replace(cluster("1xh100"), host_bytes=200e9), lengths, 1 << 15, "bf16", 1)
+    asked = PlanTask(spec, replace(cluster("1xh100"), host_bytes=200e9), lengths, 1 << 15, "bf16", 1)
     none = search(asked)
     assert none.best is None
     assert any(change.startswith("home: host, with ") for change in none.changes)
@@ -388,7 +387,7 @@ def test_plan_takes_the_home_that_makes_a_step_fastest(devices: str, disk: float
     small = {"host_bytes": 80e9} if best == "disk" else {}
     machine = replace(cluster(devices), disk=None if disk is None else Disk(disk, 6e9, 6e9), **small)
     homes = [HomeTiers("device"), HomeTiers("host"), *([HomeTiers("disk")] if disk else [])]
-    asked = Task(spec, machine, lengths, 1 << 18, "bf16", machine.devices, homes=tuple(homes))
+    asked = PlanTask(spec, machine, lengths, 1 << 18, "bf16", machine.devices, homes=tuple(homes))
     found = plan(asked)
     assert str(found.task.home) == best
     seconds = {str(one.task.home): one.choice.seconds for one in (found, *found.alternatives)}
@@ -398,7 +397,7 @@ def test_plan_takes_the_home_that_makes_a_step_fastest(devices: str, disk: float
         alone = plan(replace(asked, home=HomeTiers.parse(home), homes=()))
         assert (alone.choice.seconds, alone.alternatives) == (each, ())
     told = "\n".join(found.lines())
-    tried = [f"  {way}: {way.seconds:.3g} s" for way in found.choice.worth_trying()]
+    tried = [f"  {way}: {way.seconds:.3g} s" for way in found.choice.trial_plans()]
     assert ("layout: auto trains some steps of each of these" in told) == (len(tried) > 1)
     assert len(tried) == 1 or "\n".join(tried) in told
     for home, each in seconds.items():
@@ -409,17 +408,17 @@ def test_plan_takes_the_home_that_makes_a_step_fastest(devices: str, disk: float
 def test_plan_makes_all_updates_late_where_early_ones_have_no_room():
     lengths = Lengths.from_array(np.full(64, 4096))
     machine = replace(cluster("1xh100"), disk=Disk(1e12, 2e9, 2e9))
-    asked = Task(preset("llama-3-8b"), machine, lengths, 1 << 15, "bf16", 1, home=HomeTiers("disk"))
+    asked = PlanTask(preset("llama-3-8b"), machine, lengths, 1 << 15, "bf16", 1, home=HomeTiers("disk"))
     edges = (Edge(4096, Layout.parse("vertical.recompute-full")),)
-    early, late = Replay(asked), Replay(asked)
-    late.late.add(edges)
+    early, late = PlanEvaluator(asked), PlanEvaluator(asked)
+    late.late_updates.add(edges)
     needs = [one.weigh(edges)[0]["disk"] for one in (early, late)]
     assert needs[1] < needs[0]
-    tight = Replay(replace(asked, cluster=replace(asked.cluster, disk=Disk(sum(needs) / 2, 2e9, 2e9))))
+    tight = PlanEvaluator(replace(asked, cluster=replace(asked.cluster, disk=Disk(sum(needs) / 2, 2e9, 2e9))))
     assert tight.fits(edges)
     assert tight.weigh(edges) == late.weigh(edges)
-    assert not tight.way(edges).shape.early
-    assert early.way(edges).shape.early
+    assert not tight.candidate(edges).shape.early
+    assert early.candidate(edges).shape.early
 
 
 def test_plan_streams_what_no_layout_of_whole_packs_holds():
@@ -439,9 +438,9 @@ def test_plan_streams_what_no_layout_of_whole_packs_holds():
 def test_plan_finds_what_fits_though_bounds_say_that_more_does(gib: float):
     """Of a few layouts, all of them weighed."""
     task = task_on("4xH100", gib, 1 << 14, spec=SMALL, tokens=1 << 17, pp=(1,), ring=(1,), recompute=("full",))
-    found, replay = search(task), Replay(task)
+    found, evaluator = search(task), PlanEvaluator(task)
     at = enumerate_layouts(SMALL, 4, task.fixed_fields).candidates
-    fits = [replay.fits((Edge(task.longest, at.layout(n)),)) for n in range(len(at))]
+    fits = [evaluator.fits((Edge(task.longest, at.layout(n)),)) for n in range(len(at))]
     assert any(fits)
     assert found.best is not None
     assert not any(edge.use.chunk for edge in found.best.edges)
@@ -451,13 +450,13 @@ def test_plan_counts_every_candidate_and_names_rivals():
     task = task_on(gib=40)
     problem = Problem.of(task)
     comparison = compare(problem, task.budget_bytes)
-    assert problem.known.total == enumerate_layouts(LARGE, 8).total
-    assert comparison.too_large == sum(problem.bytes(comparison.candidates, 256.0) > task.budget_bytes)
-    rivals = too_large(comparison, shortlist(comparison)[0].seconds, 3)
+    assert problem.enumeration.total == enumerate_layouts(LARGE, 8).total
+    assert comparison.num_too_large == sum(problem.min_bytes(comparison.candidates, 256.0) > task.budget_bytes)
+    rivals = find_rivals(comparison, shortlist(comparison)[0].seconds, 3)
     assert rivals
     for rival in rivals:
         layout = Candidates.of([Layout.parse(rival.layout)])
-        assert rival.short_bytes == problem.bytes(layout, float(task.longest))[0] - task.budget_bytes > 0
+        assert rival.short_bytes == problem.min_bytes(layout, float(task.longest))[0] - task.budget_bytes > 0
         assert rival.times < 1
 
 
@@ -483,52 +482,54 @@ def test_plan_deals_blocks_as_trying_every_way_does():
         pp, virtual = rng.choice([(2, 1), (2, 2), (3, 1), (3, 2), (4, 1)])
         layers, besides = rng.randint(pp * virtual, 12), [0.0] * pp
         besides[0], besides[-1] = rng.choice([0.0, 0.3, 2.0]), rng.choice([0.0, 0.7, 2.5, 6.0])
-        sizes = uneven.balanced(layers, virtual, besides)
+        sizes = balance_stages.stage_sizes(layers, virtual, besides)
         layout = Layout(pp=pp, virtual=virtual, stages=sizes)
         assert not faults(replace(SMALL, layers=layers), layout, pp)
         each = [some for some in product(range(virtual, layers + 1), repeat=pp) if sum(some) == layers]
-        assert uneven.most(layers, layout, besides) == min(max(map(sum, zip(some, besides))) for some in each)
+        assert balance_stages.largest_load(layers, layout, besides) == min(max(map(sum, zip(some, besides))) for some in each)
         assert all(max(mine) - min(mine) <= 1 for mine in (sizes[rank::pp] for rank in range(pp)))
 
 
 def test_plan_moves_blocks_off_the_rank_with_the_head():
     """A vocabulary of 128K beside blocks of 1,024: the way that is chosen is no slower than the same mesh with any other stages."""
     spec, machine = replace(SMALL, vocab=128256, layers=8), cluster("4xH100")
-    task = Task(spec, machine, Lengths(*some_lengths(longest=1 << 13)), 1 << 18, "bf16", 4, fixed={"pp": [2], "virtual": [1], "tp": [1]})
+    task = PlanTask(
+        spec, machine, Lengths(*some_lengths(longest=1 << 13)), 1 << 18, "bf16", 4, fixed={"pp": [2], "virtual": [1], "tp": [1]}
+    )
     found = search(task)
     best = found.best
     assert best is not None
     assert found.single is not None
     (use,) = {edge.use for edge in found.single.edges}
     assert use.stages[0] > use.stages[-1]
-    replay = Replay(task)
+    evaluator = PlanEvaluator(task)
     for first in range(1, spec.layers):
         other = replace(found.single.edges[0], use=replace(use, stages=(first, spec.layers - first)))
-        assert found.single.seconds <= replay.mean_second((other,)) * (1 + 1e-9), (use, first)
+        assert found.single.seconds <= evaluator.mean_seconds((other,)) * (1 + 1e-9), (use, first)
 
 
 def test_plan_groups_of_one_cut_gather_and_reduce_once():
     """A shortlist names groups of one cut, and has them and single layouts as near to the clock."""
-    task = Task(SMALL, cluster("2x4xa100-40"), Lengths(*some_lengths(longest=1 << 14)), 1 << 21, "bf16", 8)
-    listed, replay = shortlist(compare(Problem.of(task), task.budget_bytes)), Replay(task)
-    near = {way.edges: way.seconds / replay.mean_second(way.edges) for way in listed}
+    task = PlanTask(SMALL, cluster("2x4xa100-40"), Lengths(*some_lengths(longest=1 << 14)), 1 << 21, "bf16", 8)
+    listed, evaluator = shortlist(compare(Problem.of(task), task.budget_bytes)), PlanEvaluator(task)
+    near = {way.edges: way.seconds / evaluator.mean_seconds(way.edges) for way in listed}
     assert all(0.85 < ratio < 1.05 for ratio in near.values())
-    assert any(len(edges) > 1 and one_cut(edges) for edges in near)
+    assert any(len(edges) > 1 and has_one_cut(edges) for edges in near)
 
 
 def test_plan_plays_siblings_of_what_a_shortlist_names():
     """Recomputation that nothing needs, and packs that are too small, go; where the memory is short they stay."""
-    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
     given = (Edge(1 << 10, Layout.parse("dp4.recompute-full.z2"), 1 << 11), Edge(1 << 12, Layout.parse("dp2.u2.z2")))
-    replay = Replay(task)
-    best, named = replay.fastest([given])[0], replay.mean_second(given)
+    evaluator = PlanEvaluator(task)
+    best, named = evaluator.rank([given])[0], evaluator.mean_seconds(given)
     assert best.seconds < 0.9 * named
     assert [edge.use for edge in best.edges] == [Layout.parse("dp4.z1"), Layout.parse("dp2.u2.z1")]
-    needed = replay.weigh(given)[0]["device"]
-    tight = Replay(replace(task, memory_bytes=reserved(needed + 1)))
-    assert all(way.bytes["device"] <= needed + 1 for way in tight.fastest([given]))
+    needed = evaluator.weigh(given)[0]["device"]
+    tight = PlanEvaluator(replace(task, memory_bytes=reserved(needed + 1)))
+    assert all(way.bytes["device"] <= needed + 1 for way in tight.rank([given]))
     assert best.bytes["device"] > needed
-    assert tight.fastest([given])[0].edges != best.edges
+    assert tight.rank([given])[0].edges != best.edges
 
 
 def test_plan_tries_the_plainest_first_and_near_ways_of_other_meshes():
@@ -537,9 +538,9 @@ def test_plan_tries_the_plainest_first_and_near_ways_of_other_meshes():
     three, two = "dp4.z1 <= 512 > dp2.u2 <= 1K > u4 <= 2K", "dp4.z1 <= 512 > u4 <= 2K"
 
     def tried(*ways: tuple[str, float]) -> list[str]:
-        made = [Way(_groups(text), seconds, {}, "", cast(StepShape, None), ()) for text, seconds in ways]
+        made = [PlanCandidate(_groups(text), seconds, {}, "", cast(StepShape, None), ()) for text, seconds in ways]
         names = {_groups(text): text for text, _ in ways}
-        return [names[way.edges] for way in Choice(tuple(made)).worth_trying()]
+        return [names[way.edges] for way in SearchResult(tuple(made)).trial_plans()]
 
     assert tried((three, 1.0), (two, 1.04), ("dp2.u2.z1", 1.06), ("dp2.u2", 1.07)) == [two, three, "dp2.u2.z1"]
     assert tried((three, 1.0), ("dp2.u2", 1.04), (two, 1.14)) == ["dp2.u2", three, two]
@@ -562,21 +563,21 @@ def _groups(text: str) -> tuple[Edge, ...]:
 
 def test_plan_is_sure_of_what_is_tried_and_of_what_it_is_compared_with():
     """Of most ways one step is played on the clock. Those that a run would try, and the best single layouts, are played on several."""
-    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 13)), 1 << 17, "bf16", 4)
+    task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 13)), 1 << 17, "bf16", 4)
     for gib in (4.0, 6.0, 80.0):
         asked = replace(task, memory_bytes=gib * GIB)
-        found, fresh = search(asked), Replay(asked)
-        assert any(not way.sure for way in found.ways)
+        found, fresh = search(asked), PlanEvaluator(asked)
+        assert any(not way.is_sure for way in found.plans)
         assert found.single is not None
         assert found.context_parallel is not None
-        for way in (*found.worth_trying(), found.single, found.context_parallel):
-            assert way.seconds == fresh.mean_second(way.edges)
-        assert [way.seconds for way in found.ways] == sorted(way.seconds for way in found.ways)
+        for way in (*found.trial_plans(), found.single, found.context_parallel):
+            assert way.seconds == fresh.mean_seconds(way.edges)
+        assert [way.seconds for way in found.plans] == sorted(way.seconds for way in found.plans)
 
 
 def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
     edges = (Edge(512, Layout.parse("dp4.recompute-full")), Edge(2048, Layout.parse("u4"), 8192))
-    others = list(siblings(edges))
+    others = list(neighbors(edges))
     assert len(set(others)) == len(others)
     for other in others:
         (place,) = (n for n in range(2) if other[n] != edges[n])
@@ -584,52 +585,52 @@ def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
     assert {str(other[1].use) for other in others} == {"u4", "u4.z1", "u4.z2", "u4.z3"}
     assert {other[0].upto for other in others} == {256, 512, 1024}
     assert {other[1].pack for other in others} == {4096, 8192, 16384}
-    whole = {str(other[0].use) for other in siblings((Edge(512, Layout.parse("dp4.recompute-full")),))}
+    whole = {str(other[0].use) for other in neighbors((Edge(512, Layout.parse("dp4.recompute-full")),))}
     assert whole >= {"dp4", "dp4.recompute-selective"}
-    assert list(siblings((Edge(1 << 20, Layout.parse("u4.z3.chunk16K")),))) == []
+    assert list(neighbors((Edge(1 << 20, Layout.parse("u4.z3.chunk16K")),))) == []
 
 
 def test_plan_siblings_have_less_zero_in_one_group_or_in_all():
     stream = Edge(1 << 20, Layout.parse("u4.z3.chunk16K"))
     edges = (Edge(512, Layout.parse("dp4.recompute-full.z3")), Edge(2048, Layout.parse("u4.z1")), stream)
-    others = [other for other in siblings(edges) if [edge.pack for edge in other] == [edge.pack for edge in edges]]
+    others = [other for other in neighbors(edges) if [edge.pack for edge in other] == [edge.pack for edge in edges]]
     named = {tuple(str(edge.use) for edge in other) for other in others if other[0].use.recompute == "full"}
     one = {("dp4.recompute-full" + stage, "u4.z1") for stage in (".z1", ".z2")}
     one |= {("dp4.recompute-full.z3", "u4.z1" + stage) for stage in ("",)} | {
         ("dp4.recompute-full.z3", "u4" + stage) for stage in (".z2", ".z3")
     }
     assert named == {(*uses, "u4.z3.chunk16K") for uses in one}
-    assert "u4" in {str(other[0].use) for other in siblings((Edge(2048, Layout.parse("u4.z1")),))}
+    assert "u4" in {str(other[0].use) for other in neighbors((Edge(2048, Layout.parse("u4.z1")),))}
     (both,) = (
-        other for other in siblings((Edge(512, Layout.parse("dp4.z2")), Edge(2048, Layout.parse("u4.z2")))) if _zeros(other) == [1, 1]
+        other for other in neighbors((Edge(512, Layout.parse("dp4.z2")), Edge(2048, Layout.parse("u4.z2")))) if _zeros(other) == [1, 1]
     )
     assert [edge.upto for edge in both] == [512, 2048]
 
 
 def test_plan_plays_what_it_is_given_with_less_zero():
     """A shortlist's bound can lack what the ledger has room for, and names a dearer ZeRO stage then. Of the slowest way, too."""
-    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
     given = [(Edge(1 << 12, Layout.parse(text)),) for text in ("dp4", "dp2.u2.z1", "u4.z3", "tp4")]
-    found = {str(way) for way in Replay(task).fastest(given)}
+    found = {str(way) for way in PlanEvaluator(task).fastest(given)}
     assert found >= {"dp2.u2", "u4.z2", "u4.z3", "tp4"}
 
 
 def test_plan_plays_what_does_not_fit_with_smaller_packs():
     """Its packs are halved until it fits, and no further; what fits in none is left out."""
-    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
     given = (Edge(1 << 12, Layout.parse("u4.z1"), 1 << 16),)
-    needed = {pack: Replay(task).weigh((replace(given[0], pack=pack),))[0]["device"] for pack in (1 << 12, 1 << 13, 1 << 14)}
+    needed = {pack: PlanEvaluator(task).weigh((replace(given[0], pack=pack),))[0]["device"] for pack in (1 << 12, 1 << 13, 1 << 14)}
     for pack, room in ((1 << 14, needed[1 << 14]), (1 << 13, needed[1 << 14] - 1)):
-        tight = Replay(replace(task, memory_bytes=reserved(room)))
-        played = {(str(way.edges[0].use), way.edges[0].pack) for way in tight.fastest([given])}
+        tight = PlanEvaluator(replace(task, memory_bytes=reserved(room)))
+        played = {(str(way.edges[0].use), way.edges[0].pack) for way in tight.rank([given])}
         assert ("u4.z1", pack) in played
         assert all(size <= pack for use, size in played if use == "u4.z1")
-    tight = Replay(replace(task, memory_bytes=reserved(needed[1 << 12] - 1)))
-    assert not any(way.edges[0].use.zero <= 1 for way in tight.fastest([given]))
+    tight = PlanEvaluator(replace(task, memory_bytes=reserved(needed[1 << 12] - 1)))
+    assert not any(way.edges[0].use.zero <= 1 for way in tight.rank([given]))
 
 
 def test_plan_takes_rate_cards_in_pieces_as_all_at_once(monkeypatch: pytest.MonkeyPatch):
-    task = Task(LARGE, cluster("8xH100"), Lengths(np.array([300, 2000, 9000]), np.array([900, 90, 9])), 1 << 17, "bf16", 8)
+    task = PlanTask(LARGE, cluster("8xH100"), Lengths(np.array([300, 2000, 9000]), np.array([900, 90, 9])), 1 << 17, "bf16", 8)
     problem = Problem.of(task)
     whole = compare(problem, task.budget_bytes).seconds
     monkeypatch.setattr(rate_cards, "AT_ONCE", 77)
@@ -642,7 +643,7 @@ def test_plan_names_single_layouts_besides_the_best_groups():
     singles = [way for way in listed if len(way.edges) == 1]
     assert len(listed) - len(singles) >= 3
     assert len(singles) >= 3
-    assert len({meshes(way.edges) for way in singles}) == len(singles)
+    assert len({mesh_set(way.edges) for way in singles}) == len(singles)
 
 
 def reserved(tensor_bytes: float) -> float:
@@ -656,46 +657,52 @@ def _zeros(edges: tuple[Edge, ...]) -> list[int]:
 
 def test_plan_plays_the_best_of_several_meshes_to_the_end():
     """Siblings of the fastest do not crowd them out."""
-    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
     given = [(Edge(1 << 12, Layout.parse(text)),) for text in ("dp4.recompute-full.z3", "dp2.u2.z1", "u4.z1", "tp4")]
-    found = Replay(task).fastest(given)
-    ended = {meshes(way.edges) for way in found if len(way.steps) == replays.STEPS}
-    assert ended == set(map(meshes, given))
+    found = PlanEvaluator(task).fastest(given)
+    ended = {mesh_set(way.edges) for way in found if len(way.steps) == plan_evaluator.STEPS}
+    assert ended == set(map(mesh_set, given))
     assert len(found) > 2 * len(given)
 
 
 def test_plan_siblings_keep_to_what_is_fixed():
-    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
     given = (Edge(1 << 12, Layout.parse("dp4.z3")),)
     for fixed, zeros in (({}, {0, 1, 2, 3}), ({"z": (2, 3)}, {2, 3}), ({"zero": (3,)}, {3})):
-        found = Replay(replace(task, fixed=fixed)).fastest([given])
+        found = PlanEvaluator(replace(task, fixed=fixed)).rank([given])
         assert {edge.use.zero for way in found for edge in way.edges} == zeros
 
 
 def test_plan_leaves_even_stages_that_are_as_good():
-    task = Task(replace(SMALL, vocab=64), cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 17, "bf16", 4, fixed={"pp": [2]})
+    task = PlanTask(
+        replace(SMALL, vocab=64), cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 17, "bf16", 4, fixed={"pp": [2]}
+    )
     found = search(task)
-    assert found.ways
-    assert not any(edge.use.stages for way in found.ways for edge in way.edges)
+    assert found.plans
+    assert not any(edge.use.stages for way in found.plans for edge in way.edges)
 
 
 def test_plan_says_how_far_it_is_and_leaves_garbage_collection_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replays, "PACE_S", 0.0)
-    task, before, told = Task(SMALL, cluster("2xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 16, "bf16", 2), gc.get_threshold(), []
+    monkeypatch.setattr(plan_evaluator, "REPORT_EVERY_S", 0.0)
+    task, before, told = (
+        PlanTask(SMALL, cluster("2xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 16, "bf16", 2),
+        gc.get_threshold(),
+        [],
+    )
     found = search(task, lambda line: told.append((line, gc.get_threshold())))
     words = [line for line, _ in told if "steps played on the clock" in line]
     assert words[0].startswith("0 ways weighed, 0 steps")
     weighed, played = (int(word) for word in words[-1].split() if word.isdigit())
-    assert weighed >= len(found.ways)
-    assert played >= len(found.ways)
+    assert weighed >= len(found.plans)
+    assert played >= len(found.plans)
     assert all(thresholds != before for _, thresholds in told)
     assert gc.get_threshold() == before
 
 
 def test_plan_of_one_layout_alone_is_the_best_single_one():
-    task = Task(SMALL, cluster("4xA100-40"), Lengths(*some_lengths(longest=1 << 15)), 1 << 18, "bf16", 4)
+    task = PlanTask(SMALL, cluster("4xA100-40"), Lengths(*some_lengths(longest=1 << 15)), 1 << 18, "bf16", 4)
     all_, alone = search(task), search(task, single=True)
-    assert {len(way.edges) for way in alone.ways} == {1}
+    assert {len(way.edges) for way in alone.plans} == {1}
     assert alone.best == alone.single
     assert alone.single is not None
     assert all_.single is not None

@@ -286,7 +286,7 @@ class Follow:
         own = {bucket.unit for bucket in buckets(self.spec, case.itinerary.home) if rank in bucket.holders}
         self.on_disk = own & {unit for unit, tier in case.steps[rank].home_tiers.items() if tier == "disk"}
         self.packs = case.steps[rank].packed != "float32"
-        late = case.steps[rank].home_in.late
+        late = case.steps[rank].home_in.updates_late
         self.by_unit = own if late or self.packs else set()
         self.left = set(case.left[rank]) if case.left else set()  # units with an update that the step before has left
         self.before, self.after = set(self.left), set() if late else self.by_unit  # units updated before the norm, and after

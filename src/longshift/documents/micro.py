@@ -75,7 +75,7 @@ def share(documents: Sequence[Document], layout: Layout, rank: int, starts: Sequ
     """
     coord = layout.coord(rank)
     order = pack_order(layout, [len(d.ids) for d in documents])
-    piece = layout.place(coord, axes.dealt("two-ended"))
+    piece = layout.place(coord, axes.deal_axes("two-ended"))
     runs = order.runs[piece]
     run_lengths = [run.length for run in runs]
 

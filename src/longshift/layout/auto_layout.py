@@ -13,8 +13,11 @@ DEGREES = (*(axis.word for axis in AXES), "v", "z")  # words of a layout whose n
 
 @dataclass(frozen=True)
 class AutoLayout:
-    """A layout that is chosen before the ranks start. `ranks`: how many; all devices where None. `fixed`: by word of a layout, the numbers
-    that it may have; words that are not there are free."""
+    """A layout that is chosen before the ranks start.
+
+    `ranks`: how many; all devices if None.
+    `fixed`: by word of a layout, the numbers that it may have; the other words are free.
+    """
 
     ranks: int | None = None
     fixed: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -26,32 +29,38 @@ class AutoLayout:
             return cls()
         if not isinstance(value, Mapping) or list(value) != ["auto"]:
             raise UsageError("write layout: auto, or layout: {auto: {ranks: 8, tp: [1, 2, 4]}}")
-        asked = value["auto"] or {}
-        if not isinstance(asked, Mapping):
-            raise UsageError(f"auto: {shown(asked)}: write what is fixed, as in {{auto: {{ranks: 8, tp: [1, 2, 4]}}}}")
-        known = ("ranks", *DEGREES)
-        for word in asked:
-            if word not in known:
-                raise UsageError(f"auto: {str(word)[:80]}: nothing that can be fixed{did_you_mean(str(word), known)}")
-        fixed = tuple((word, _numbers(word, asked[word])) for word in DEGREES if word in asked)
-        ranks = _numbers("ranks", asked["ranks"]) if "ranks" in asked else ()
+        settings = value["auto"] or {}
+        if not isinstance(settings, Mapping):
+            raise UsageError(
+                f"auto: {shown(settings)}: write what is fixed, as in {{auto: {{ranks: 8, tp: [1, 2, 4]}}}}",
+            )
+        words = ("ranks", *DEGREES)
+        for word in settings:
+            if word not in words:
+                hint = did_you_mean(str(word), words)
+                raise UsageError(f"auto: {str(word)[:80]}: nothing that can be fixed{hint}")
+        numbers = {word: _numbers(word, settings[word]) for word in DEGREES if word in settings}
+        ranks = _numbers("ranks", settings["ranks"]) if "ranks" in settings else ()
         if len(ranks) > 1:
-            raise UsageError(f"auto: ranks: one number, not {shown(asked['ranks'])}")
-        return cls(next(iter(ranks), None), fixed)
+            raise UsageError(f"auto: ranks: one number, not {shown(settings['ranks'])}")
+        return cls(next(iter(ranks), None), tuple(numbers.items()))
 
     def to_json(self) -> Any:
         """What `parse` reads."""
         if self == AutoLayout():
             return "auto"
-        return {"auto": ({"ranks": self.ranks} if self.ranks else {}) | {word: list(numbers) for word, numbers in self.fixed}}
+        ranks = {"ranks": self.ranks} if self.ranks else {}
+        return {"auto": ranks | {word: list(numbers) for word, numbers in self.fixed}}
 
 
 def _numbers(word: str, value: object) -> tuple[int, ...]:
-    given = value if isinstance(value, list | tuple) else [value]
-    least = 0 if word == "z" else 1
-    found = [one for one in given if isinstance(one, int) and not isinstance(one, bool) and least <= one <= MOST_RANKS]
-    if not found or len(found) < len(given):
-        raise UsageError(
-            f"auto: {word}: {shown(value)}: write a number or a list of numbers from {least} to {MOST_RANKS}, as in {word}: [1, 2, 4]"
-        )
-    return tuple(sorted(set(found)))
+    """The numbers of a word, ascending. Raises UsageError for anything else."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    # A bool is an int, and no number of ranks.
+    smallest = 0 if word == "z" else 1
+    allowed = [n for n in numbers if type(n) is int and smallest <= n <= MOST_RANKS]
+    if allowed and len(allowed) == len(numbers):
+        return tuple(sorted(set(allowed)))
+    raise UsageError(
+        f"auto: {word}: {shown(value)}: write a number or a list of numbers from {smallest} to {MOST_RANKS}, as in {word}: [1, 2, 4]",
+    )

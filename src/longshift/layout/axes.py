@@ -26,7 +26,7 @@ class Axis:
     deal      how the tokens of a pack are dealt: "two-ended", a piece from each end of every document, so that causal
               attention is balanced; "contiguous", neighboring tokens of those; None: every rank has them all
     traffic   what its ranks send inside a turn, for people
-    overlaps  whether that goes on under attention
+    overlaps  whether that traffic goes on under attention
     """
 
     name: str
@@ -37,11 +37,18 @@ class Axis:
     overlaps: bool = False
 
 
-# Fastest over ranks first: axes that move most bytes have neighbors.
+# Fastest over ranks first: the ranks of axes that move most bytes are neighbors.
 AXES: tuple[Axis, ...] = (
     Axis("tp", "tp", "weights", "contiguous", "tensor: all-gather and reduce-scatter of tokens"),
     Axis("ulysses", "u", "tokens", "contiguous", "Ulysses: all-to-all of tokens and heads"),
-    Axis("ring", "ring", "tokens", "two-ended", "ring: keys and values, and their gradients", overlaps=True),
+    Axis(
+        "ring",
+        "ring",
+        "tokens",
+        "two-ended",
+        "ring: keys and values, and their gradients",
+        overlaps=True,
+    ),
     Axis("dp", "dp", "packs"),
     Axis("pp", "pp", "blocks"),
 )
@@ -57,8 +64,8 @@ def token_axes() -> tuple[Axis, ...]:
     return tuple(axis for axis in AXES if axis.deal)
 
 
-def dealt(deal: str) -> tuple[Axis, ...]:
-    """Axes that deal the tokens of a pack so, fastest first."""
+def deal_axes(deal: str) -> tuple[Axis, ...]:
+    """Axes that deal the tokens of a pack in this way, fastest first."""
     return tuple(axis for axis in AXES if axis.deal == deal)
 
 

@@ -22,52 +22,64 @@ from longshift.layout.placement import holders_of, moving_unit, pieces_of, stage
 from longshift.spec.formats import SCALE_EVERY as BLOCK
 from longshift.spec.model import ModelSpec, Param
 
-RUN = 1 << 18  # elements that are packed at one time, at the most
+MAX_PACKED = 1 << 18  # elements that are packed at one time
 
 
 def runs(size: int, every: int) -> list[tuple[slice, int]]:
     """Whole blocks of `every` elements along a dim of this size, and the shorter last one: where they lie, and how long each is."""
-    whole, rest = size // every * every, size % every
-    found = [(slice(0, whole), every)] if whole else []
-    return [*found, (slice(whole, size), rest)] if rest else found
+    end = size // every * every
+    spans = [(slice(0, end), every), (slice(end, size), size - end)]
+    return [(span, length) for span, length in spans if span.start < span.stop]
 
 
 def scales_of(box: Box) -> Box:
     """The blocks that a box has a part of, each one element of a tensor of scales."""
-    last = box.start[-1] // BLOCK, -(-box.stop[-1] // BLOCK) if box else box.start[-1] // BLOCK
-    return Box((*box.start[:-1], last[0]), (*box.stop[:-1], last[1]))
+    first = box.start[-1] // BLOCK
+    stop = _ceil_block(box.stop[-1]) if box else first
+    return Box((*box.start[:-1], first), (*box.stop[:-1], stop))
 
 
-def begun_in(box: Box) -> Box:
+def blocks_starting_in(box: Box) -> Box:
     """The blocks whose first element is in a box: of all boxes of a weight each block is in one."""
     if not box:
         return scales_of(box)
-    first, stop = -(-box.start[-1] // BLOCK), -(-box.stop[-1] // BLOCK)
-    return Box((*box.start[:-1], first), (*box.stop[:-1], max(first, stop)))
+    first = _ceil_block(box.start[-1])
+    stop = max(first, _ceil_block(box.stop[-1]))
+    return Box((*box.start[:-1], first), (*box.stop[:-1], stop))
+
+
+def _ceil_block(element: int) -> int:
+    """Number of blocks that begin before an element of a row."""
+    return -(-element // BLOCK)
 
 
 def rows_at_once(box: Box) -> int:
     """How many rows of a box are packed at one time."""
-    return max(1, RUN // (BLOCK * max(1, scales_of(box).shape[-1])))
+    return max(1, MAX_PACKED // (BLOCK * max(1, scales_of(box).shape[-1])))
 
 
 def elements_at_once(box: Box) -> int:
     """How many elements are packed at one time, those of whole blocks."""
-    scales = scales_of(box)
-    return min(prod(scales.shape[:-1]), rows_at_once(box)) * scales.shape[-1] * BLOCK
+    shape = scales_of(box).shape
+    return min(prod(shape[:-1]), rows_at_once(box)) * shape[-1] * BLOCK
 
 
-def widened(box: Box, shape: tuple[int, ...]) -> Box:
+def widen_to_blocks(box: Box, shape: tuple[int, ...]) -> Box:
     """A box, and the rest of the blocks that it has a part of, of a weight of this shape."""
     scales = scales_of(box)
-    start, stop = scales.start[-1] * BLOCK, min(scales.stop[-1] * BLOCK, shape[-1])
+    start = scales.start[-1] * BLOCK
+    stop = min(scales.stop[-1] * BLOCK, shape[-1])
     return Box((*box.start[:-1], start), (*box.stop[:-1], max(start, stop)))
 
 
 @dataclass(frozen=True)
 class CutBlocks:
-    """The blocks of a moving unit's trained weights that home cuts. `ranks`: all that keep a part of the unit; `places`: by weight, where
-    its cut blocks begin in a vector of all of them, row by row, and which blocks of each row they are; `count`: of all."""
+    """The blocks of a moving unit's trained weights that home cuts.
+
+    `ranks`: all that have a part of the unit at home.
+    `places`: by weight, where its cut blocks begin in a vector of all of them, row by row, and which blocks of each row they are.
+    `count`: of all.
+    """
 
     ranks: tuple[int, ...]
     places: Mapping[str, tuple[int, tuple[int, ...]]]
@@ -75,33 +87,41 @@ class CutBlocks:
 
 
 def cut_blocks(spec: ModelSpec, home: Layout) -> dict[int, CutBlocks]:
-    """By moving unit, where it has some, the blocks that a home which is cut by this layout cuts."""
-    units: dict[int, list[Param]] = {}
+    """The blocks that a home which is cut by this layout cuts, by moving unit; units without any are left out."""
+    params_by_unit: dict[int, list[Param]] = {}
     for param in spec.params:
         if not param.frozen:
-            units.setdefault(moving_unit(spec, param), []).append(param)
-    known: dict[tuple, tuple[int, ...]] = {}
-    found = {}
-    for unit, params in sorted(units.items()):
-        places, count = {}, 0
+            params_by_unit.setdefault(moving_unit(spec, param), []).append(param)
+
+    columns: dict[tuple, tuple[int, ...]] = {}  # weights that are cut alike have the same
+    units = {}
+    for unit, params in sorted(params_by_unit.items()):
+        places = {}
+        count = 0
+        stages: set[int] = set()
         for param in params:
-            key = param.shape, param.dim, param.parts, len(stages_of(spec, home, param))
-            if key not in known:
-                known[key] = _columns(spec, home, param)
-            if known[key]:
-                places[param.name] = count, known[key]
-                count += prod(param.shape[:-1]) * len(known[key])
+            param_stages = stages_of(spec, home, param)
+            stages |= set(param_stages)
+            key = param.shape, param.dim, param.parts, len(param_stages)
+            if key not in columns:
+                columns[key] = _cut_columns(spec, home, param)
+            if columns[key]:
+                places[param.name] = count, columns[key]
+                count += prod(param.shape[:-1]) * len(columns[key])
         if count:
-            stages = sorted({pp for param in params for pp in stages_of(spec, home, param)})
-            found[unit] = CutBlocks(holders_of(home, tuple(stages)), places, count)
-    return found
+            ranks = holders_of(home, tuple(sorted(stages)))
+            units[unit] = CutBlocks(ranks, places, count)
+    return units
 
 
-def _columns(spec: ModelSpec, home: Layout, param: Param) -> tuple[int, ...]:
+def _cut_columns(spec: ModelSpec, home: Layout, param: Param) -> tuple[int, ...]:
     """Numbers of the blocks of a row that are cut."""
-    edges = set[int]()
+    edges: set[int] = set()
     for piece in pieces_of(spec, home, param):
-        dealt = home.zero > 0 and len(param.shape) == 1
-        boxes = [piece.share(index) for index in range(len(piece.holders))] if dealt else [piece.box]
-        edges |= {edge for box in boxes if box for edge in (box.start[-1], box.stop[-1])}
-    return tuple(sorted({edge // BLOCK for edge in edges if edge % BLOCK and edge < param.shape[-1]}))
+        boxes = [piece.box]
+        if home.zero > 0 and len(param.shape) == 1:  # ZeRO deals rows, which are elements then
+            boxes = [piece.share(index) for index in range(len(piece.holders))]
+        for box in filter(None, boxes):
+            edges |= {box.start[-1], box.stop[-1]}
+    inside = [edge for edge in edges if edge % BLOCK and edge < param.shape[-1]]
+    return tuple(sorted({edge // BLOCK for edge in inside}))

@@ -27,20 +27,24 @@ class Box:
     def __bool__(self) -> bool:
         return self.elements > 0
 
-    def __and__(self, other: "Box") -> "Box":
+    def __and__(self, box: "Box") -> "Box":
         """Intersection; falsy where the two share nothing."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start))
-        return Box(start, tuple(max(s, min(a, b)) for s, a, b in zip(start, self.stop, other.stop)))
+        start = tuple(map(max, self.start, box.start))
+        stop = map(min, self.stop, box.stop)
+        return Box(start, tuple(map(max, start, stop)))  # an empty dim has no negative size
 
-    def __contains__(self, other: "Box") -> bool:
-        return all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop))
+    def __contains__(self, box: "Box") -> bool:
+        starts_inside = all(a <= b for a, b in zip(self.start, box.start))
+        return starts_inside and all(b <= a for a, b in zip(self.stop, box.stop))
 
     def cut(self, dim: int, start: int, stop: int) -> "Box":
         """The part of this box with `start <= x[dim] < stop` (global coordinates)."""
-        return Box((*self.start[:dim], start, *self.start[dim + 1 :]), (*self.stop[:dim], stop, *self.stop[dim + 1 :]))
+        starts = (*self.start[:dim], start, *self.start[dim + 1 :])
+        stops = (*self.stop[:dim], stop, *self.stop[dim + 1 :])
+        return Box(starts, stops)
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Slices that pick this box out of a tensor that holds `outer`."""
+        """Slices that pick this box out of a tensor that holds `outer`. Raises ValueError if it is not inside."""
         if self not in outer:
             raise ValueError(f"{self} is not inside {outer}")
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start))

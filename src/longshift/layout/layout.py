@@ -40,9 +40,9 @@ The axes, `layout.axes`, vary over ranks in their order there: those that move m
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.layout import axes
@@ -59,9 +59,25 @@ Tier = Literal["device", "host", "disk"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
-_NUMBERS = {"z": "zero", "v": "virtual", "every": "every", "keep": "kept_blocks"}  # fields of words with a number, besides the axes
+_NUMBERS = {
+    "z": "zero",
+    "v": "virtual",
+    "every": "every",
+    "keep": "kept_blocks",
+}  # fields of words with a number, besides the axes
 # Policies in the order in which they are written, after the axes.
-_POLICIES = ("virtual", "order", "recompute", "kept_blocks", "zero", "chunk", "every", "offload", "kv", "schedule")
+_POLICIES = (
+    "virtual",
+    "order",
+    "recompute",
+    "kept_blocks",
+    "zero",
+    "chunk",
+    "every",
+    "offload",
+    "kv",
+    "schedule",
+)
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
@@ -81,24 +97,25 @@ MOST_SIZE = 1 << 40  # tokens, bytes or steps that a person writes: more than an
 
 @dataclass(frozen=True)
 class Coord:
-    """A rank's position along each axis. `others`: along axes without a field, by name."""
+    """A rank's position along each axis. `extra`: along axes without a field, by name."""
 
     tp: int = 0
     ulysses: int = 0
     ring: int = 0
     dp: int = 0
     pp: int = 0
-    others: tuple[tuple[str, int], ...] = ()
+    extra: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, places: Mapping[str, int]) -> "Coord":
         """From the position along every axis, by name."""
-        others = tuple(item for item in places.items() if not hasattr(cls, item[0]))
-        return cls(**{name: place for name, place in places.items() if hasattr(cls, name)}, others=others)
+        by_field = {name: place for name, place in places.items() if hasattr(cls, name)}
+        extra = tuple(item for item in places.items() if item[0] not in by_field)
+        return cls(**by_field, extra=extra)
 
     def along(self, axis: str) -> int:
         """The position along one axis."""
-        return getattr(self, axis) if hasattr(self, axis) else dict(self.others)[axis]
+        return getattr(self, axis) if hasattr(self, axis) else dict(self.extra)[axis]
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,7 @@ class Layout:
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `kv` and `schedule` of a chunked one: see
-    `schedule.chunks`; `every`: see `schedule.unit_events`, 0: all blocks keep what their backward needs. `others`: degrees of axes without
+    `schedule.chunks`; `every`: see `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`: degrees of axes without
     a field, by name.
     """
 
@@ -132,7 +149,7 @@ class Layout:
     schedule: Schedule = "stream"
     every: int = 0
     kept_blocks: int = 0
-    others: tuple[tuple[str, int], ...] = ()
+    extra: tuple[tuple[str, int], ...] = ()
 
     if TYPE_CHECKING:  # what dataclass makes, and the text form
 
@@ -154,73 +171,70 @@ class Layout:
             schedule: Schedule = "stream",
             every: int = 0,
             kept_blocks: int = 0,
-            others: tuple[tuple[str, int], ...] = (),
+            extra: tuple[tuple[str, int], ...] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
         """Layout("dp2.tp2") is Layout.parse("dp2.tp2"). Raises UsageError for anything else that is no number of replicas."""
         if isinstance(self.dp, str):
+            # The text is the first argument; any other one would contradict it.
             if any(getattr(self, field.name) != field.default for field in fields(self)[1:]):
-                raise UsageError(f"Layout({self.dp!r}, ...): the text is the whole layout; write what else there is as words of it")
+                raise UsageError(
+                    f"Layout({self.dp!r}, ...): the text is the whole layout; write what else there is as words of it",
+                )
             for name, value in vars(Layout.parse(self.dp)).items():
                 object.__setattr__(self, name, value)
         elif not isinstance(self.dp, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
-                f"Layout({self.dp!r}): a layout is read from text, as in Layout('dp2.tp2'), or built, as in Layout(dp=2, tp=2)"
+                f"Layout({self.dp!r}): a layout is read from text, as in Layout('dp2.tp2'), or built, as in Layout(dp=2, tp=2)",
             )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read the text form. Raises UsageError that names the bad word and the nearest good one."""
-        if len(text) > 1000 or (digits := re.search(r"\d{14}", text)):
-            what = f"{shown(digits[0])}... is more than any degree or number of tokens" if len(text) <= 1000 else f"{len(text)} characters"
-            raise UsageError(f"layout {shown(text)}: {what}; write one such as dp2.tp2")
-        values: dict[str, object] = {}
-        numbers = number_fields()
+        # 1. Refuse what is too long for a message, or for arithmetic.
+        too_long = ""
+        if len(text) > 1000:
+            too_long = f"{len(text)} characters"
+        elif digits := re.search(r"\d{14}", text):
+            too_long = f"{shown(digits[0])}... is more than any degree or number of tokens"
+        if too_long:
+            raise UsageError(f"layout {shown(text)}: {too_long}; write one such as dp2.tp2")
+
+        # 2. Each word sets one field, and pp maybe the stages.
+        values: dict[str, Any] = {}
         for word in text.strip().split("."):
-            match = re.fullmatch(r"([a-z]+)(\d+)(?::(\d+(?:-\d+)*))?", word)
-            if match and match[1] in numbers:
-                name, number = numbers[match[1]], int(match[2])
-                if match[3]:
-                    if name != "pp":
-                        raise UsageError(f"layout {text!r}: only pp takes a list of layers per stage, as in pp2:3-2")
-                    values["stages"] = tuple(int(n) for n in match[3].split("-"))
-                if name == "zero" and number > 3:
-                    raise UsageError(f"layout {text!r}: z{number} does not exist; {ZERO_MEANING}")
-                if name != "zero" and number < 1:
-                    raise UsageError(f"layout {text!r}: {word!r}: a degree is at least 1")
-                value: object = number
-            elif word in _FLAGS:
-                name, value = _FLAGS[word]
-            elif match := re.fullmatch(r"chunk(?:-auto|(\d+)([KMG]?))", word):
-                name, value = "chunk", int(match[1]) * UNITS.get(match[2], 1) if match[1] else AUTO
-                if not value:
-                    raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
-            else:
-                raise UsageError(f"layout {text!r}: {word!r} is not a layout word{_nearest(word)}")
-            if name in values:
-                raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
-            values[name] = value
+            for field, value in _parse_word(text, word).items():
+                if field in values:
+                    raise UsageError(f"layout {text!r}: {word!r} sets {field} a second time")
+                values[field] = value
+
+        # 3. Refuse numbers beyond any cluster.
         degrees = {name: values.pop(name) for name in axes.names() if name in values}
-        layout = cls(**values).with_degrees(degrees)  # pyright: ignore[reportArgumentType]
-        if max(layout.world, layout.virtual, layout.every, layout.kept_blocks) > MOST_RANKS or layout.chunk > MOST_SIZE:
+        layout = cls(**values).with_degrees(degrees)
+        largest = max(layout.world, layout.virtual, layout.every, layout.kept_blocks)
+        if largest > MOST_RANKS or layout.chunk > MOST_SIZE:
             raise UsageError(
-                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or keep, and {MOST_SIZE} tokens of a chunk"
+                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or keep, and {MOST_SIZE} tokens of a chunk",
             )
         return layout
 
     def with_degrees(self, degrees: Mapping[str, int]) -> "Layout":
-        """The same with these degrees, by axis."""
-        named = {name: degree for name, degree in degrees.items() if hasattr(self, name)}
-        others = {**dict(self.others), **{name: degree for name, degree in degrees.items() if name not in named}}
-        return replace(self, **named, others=tuple(others.items()))  # pyright: ignore[reportArgumentType]
+        """The layout with these degrees, by axis."""
+        by_field: dict[str, Any] = {}
+        extra = dict(self.extra)
+        for name, degree in degrees.items():
+            values = by_field if hasattr(self, name) else extra
+            values[name] = degree
+        return replace(self, **by_field, extra=tuple(extra.items()))
 
     def __str__(self) -> str:
         words = []
         for axis in reversed(axes.AXES):
             degree = self._degree(axis.name)
             if axis.shares == "blocks" and self.stages:
-                words.append(f"{axis.word}{degree}:{'-'.join(map(str, self.stages))}")
+                sizes = "-".join(map(str, self.stages))
+                words.append(f"{axis.word}{degree}:{sizes}")
             elif degree != 1:
                 words.append(f"{axis.word}{degree}")
 
@@ -232,8 +246,10 @@ class Layout:
                 continue
             if field == "chunk":
                 words.append("chunk-auto" if value == AUTO else f"chunk{format_size(value)}")
+            elif field in numbers:
+                words.append(f"{numbers[field]}{value}")
             else:
-                words.append(f"{numbers[field]}{value}" if field in numbers else flags[field, value])
+                words.append(flags[field, value])
         return ".".join(words) or "dp1"
 
     @property
@@ -264,12 +280,12 @@ class Layout:
     @property
     def two_ended_ranks(self) -> int:
         """Ranks that have a piece from each end of every document."""
-        return self.ranks_along(axes.dealt("two-ended"))
+        return self.ranks_along(axes.deal_axes("two-ended"))
 
     @property
     def contiguous_ranks(self) -> int:
         """Ranks that have neighboring tokens of what `two_ended_ranks` deal."""
-        return self.ranks_along(axes.dealt("contiguous"))
+        return self.ranks_along(axes.deal_axes("contiguous"))
 
     @property
     def neighbor_ranks(self) -> int:
@@ -287,14 +303,16 @@ class Layout:
         return self._degree(axis)
 
     def _degree(self, axis: str) -> int:
-        return getattr(self, axis) if hasattr(self, axis) else dict(self.others).get(axis, 1)
+        return getattr(self, axis) if hasattr(self, axis) else dict(self.extra).get(axis, 1)
 
     def coord(self, rank: int) -> Coord:
         """Where a rank stands. Raises UsageError outside the layout's world."""
         if not 0 <= rank < self.world:
-            raise UsageError(f"rank {rank} is outside layout {self}, which has ranks 0 to {self.world - 1}")
+            raise UsageError(
+                f"rank {rank} is outside layout {self}, which has ranks 0 to {self.world - 1}",
+            )
         places = {}
-        for axis in axes.names():
+        for axis in axes.names():  # the first varies fastest over ranks
             rank, places[axis] = divmod(rank, self._degree(axis))
         return Coord.of(places)
 
@@ -315,44 +333,60 @@ class Layout:
             self.degree(axis)
         coord = self.coord(of)
         slowest_first = axes.names()[::-1]
-        varied = (range(self.degree(axis)) if axis in along else (coord.along(axis),) for axis in slowest_first)
-        return tuple(self.rank(Coord.of(dict(zip(slowest_first, places)))) for places in product(*varied))
+        ranges = []
+        for axis in slowest_first:
+            place = coord.along(axis)
+            ranges.append(range(self._degree(axis)) if axis in along else (place,))
+        coords = [Coord.of(dict(zip(slowest_first, places))) for places in product(*ranges)]
+        return tuple(map(self.rank, coords))
 
     def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
         """All such groups; they partition the world."""
         for axis in along:
             self.degree(axis)
-        others = [axis for axis in axes.AXES if axis.name not in along]
+        # The ranks of a group differ along these axes, and stand at one place along the rest.
+        fixed = [axis for axis in axes.AXES if axis.name not in along]
         groups: dict[int, list[int]] = {}
         for rank in range(self.world):
-            groups.setdefault(self.place(self.coord(rank), others), []).append(rank)
+            groups.setdefault(self.place(self.coord(rank), fixed), []).append(rank)
         return tuple(tuple(group) for group in groups.values())
 
     def layers_of(self, layers: int) -> tuple[tuple[int, int], ...]:
-        """Half-open block range of every virtual stage, in model order. Virtual stage s runs on pipeline coordinate s % pp as its
-        model chunk s // pp."""
-        count = self.pp * self.virtual
+        """Half-open block range of every virtual stage, in model order.
+
+        Virtual stage s runs on pipeline coordinate s % pp as its model chunk s // pp.
+        Raises UsageError for sizes of stages that are not these layers.
+        """
+        num_stages = self.pp * self.virtual
         sizes = self.stages
         if not sizes:
-            return tuple(share(layers, count, i) for i in range(count))
-        if len(sizes) != count or sum(sizes) != layers:
-            raise UsageError(f"layout {self}: stages {sizes} must be {count} numbers that add up to {layers} layers")
-        ends = [sum(sizes[: i + 1]) for i in range(count)]
-        return tuple((end - size, end) for size, end in zip(sizes, ends))
+            return tuple(share(layers, num_stages, i) for i in range(num_stages))
+        if len(sizes) != num_stages or sum(sizes) != layers:
+            raise UsageError(
+                f"layout {self}: stages {sizes} must be {num_stages} numbers that add up to {layers} layers",
+            )
+        return tuple(pairwise(accumulate(sizes, initial=0)))
 
     def units_of(self, layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
         """For each model chunk of pipeline coordinate `pp`: the units (see `spec.model`) it computes, in order."""
-        spans, last = self.layers_of(layers), self.pp * self.virtual - 1
+        spans = self.layers_of(layers)
         chunks = []
-        for stage in range(pp, self.pp * self.virtual, self.pp):
+        for stage in range(pp, len(spans), self.pp):
             start, stop = spans[stage]
-            blocks = tuple(range(start + 1, stop + 1))
-            chunks.append((0,) * (stage == 0) + blocks + (layers + 1,) * (stage == last))
+            units = list(range(start + 1, stop + 1))
+            if stage == 0:
+                units.insert(0, 0)  # the embeddings
+            if stage == len(spans) - 1:
+                units.append(layers + 1)  # the head
+            chunks.append(tuple(units))
         return tuple(chunks)
 
 
 def parse_size(value: object) -> object:
-    """`"4K"` to 4096; K, M and G are binary. What is not text passes through, for the type check that follows."""
+    """`"4K"` to 4096; K, M and G are binary. What is not text passes through, for the type check that follows.
+
+    Raises ValueError for text that is no whole number.
+    """
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -360,9 +394,11 @@ def parse_size(value: object) -> object:
     try:
         size = float(text[:-1]) * unit if unit else float(text)
     except ValueError:
-        size = 0.5
+        size = 0.5  # refused below, as other fractions are
     if not size.is_integer():
-        raise ValueError(f"{shown(value)} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
+        raise ValueError(
+            f"{shown(value)} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)",
+        )
     return int(size)
 
 
@@ -379,17 +415,57 @@ def number_fields() -> dict[str, str]:
     return {axis.word: axis.name for axis in reversed(axes.AXES)} | _NUMBERS
 
 
-def _nearest(word: str) -> str:
-    """The end of a sentence about an unknown word of a layout. A field's name stands for its word; a number is taken over."""
-    examples = {name: flag for flag, (name, _) in reversed(_FLAGS.items())} | {flag: flag for flag in _FLAGS}
+def _parse_word(text: str, word: str) -> dict[str, Any]:
+    """The fields that a word of the layout `text` sets. Raises UsageError."""
+    if word in _FLAGS:
+        field, value = _FLAGS[word]
+        return {field: value}
+
+    if match := re.fullmatch(r"chunk(?:-auto|(\d+)([KMG]?))", word):
+        tokens = int(match[1]) * UNITS.get(match[2], 1) if match[1] else AUTO
+        if not tokens:
+            raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
+        return {"chunk": tokens}
+
+    match = re.fullmatch(r"([a-z]+)(\d+)(?::(\d+(?:-\d+)*))?", word)
+    field = number_fields().get(match[1]) if match else None
+    if not match or field is None:
+        raise UsageError(f"layout {text!r}: {word!r} is not a layout word{_nearest_word(word)}")
+    number = int(match[2])
+    if match[3] and field != "pp":
+        raise UsageError(
+            f"layout {text!r}: only pp takes a list of layers per stage, as in pp2:3-2",
+        )
+    if field == "zero" and number > 3:
+        raise UsageError(f"layout {text!r}: z{number} does not exist; {ZERO_MEANING}")
+    if field != "zero" and number < 1:
+        raise UsageError(f"layout {text!r}: {word!r}: a degree is at least 1")
+    if match[3]:
+        return {field: number, "stages": tuple(map(int, match[3].split("-")))}
+    return {field: number}
+
+
+def _nearest_word(word: str) -> str:
+    """The end of a sentence about an unknown word of a layout."""
+    # 1. What other tools call it.
+    letters = re.sub(r"\d.*", "", word)
+    if hint := layout_hint(letters.lower()):
+        return hint
+
+    # 2. An example for each word, and for each field that a person may take for its word.
+    examples = {"chunk": "chunk64K", "stages": "pp2:3-1"}
+    for flag, (name, _) in reversed(_FLAGS.items()):
+        examples[name] = examples[flag] = flag
     numbers = number_fields()
-    examples |= {name: f"{short}2" for short, name in numbers.items()} | {short: f"{short}2" for short in numbers}
-    examples |= {"chunk": "chunk64K", "stages": "pp2:3-1"}
-    letters, number = re.sub(r"\d.*", "", word), "".join(re.findall(r"\d+", word)[:1])
-    if told := layout_hint(letters.lower()):
-        return told
+    for short, name in numbers.items():
+        examples[name] = examples[short] = f"{short}2"
     close = nearest(letters, examples) or nearest(word, examples)
     if not close:
         return f"; known: {', '.join((*numbers, *_FLAGS, 'chunk64K', 'chunk-auto'))}"
+
+    # 3. The nearest, with the number of the word.
     example = examples[close[0]]
-    return f"; did you mean {example[:-1] + number if number and example.endswith('2') else example!r}?"
+    number = re.search(r"\d+", word)
+    if number and example.endswith("2"):
+        example = example[:-1] + number[0]
+    return f"; did you mean {example!r}?"

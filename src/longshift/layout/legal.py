@@ -18,12 +18,17 @@ from longshift.layout.layout import AUTO, Layout
 from longshift.layout.placement import local_boxes
 from longshift.spec.model import ModelSpec, share
 
-MOST_CHUNKS = 1024  # of a document alone in its pack: the events of their pairs, half a million at this many, are lists in every rank
+# Of a document alone in its pack: the events of their pairs, half a million at this many, are lists
+# in every rank.
+MAX_CHUNKS = 1024
 
 
 class Fault(NamedTuple):
-    """What is wrong with a layout. `rule`: the same for every layout that it refuses, as plans count them; `reason`: with this one's
-    arithmetic, for people."""
+    """What is wrong with a layout.
+
+    `rule`: the same for every layout that it refuses, as plans count them.
+    `reason`: with this one's arithmetic, for people.
+    """
 
     rule: str
     reason: str
@@ -37,21 +42,23 @@ def faults(
     pack_tokens: int | None = None,
     float8: bool = False,
 ) -> tuple[str, ...]:
-    """All reasons, one line each; empty where the layout is possible.
+    """All reasons, one line each; empty if the layout is possible.
 
-    `world`: ranks that are here, None where that is not known yet; `max_tokens`: the longest document after the over-length policy;
-    `pack_tokens`: capacity of a pack, which is one such document where not given; `float8`: whether matmuls take factors of eight bits.
+    `world`: number of ranks; None if that is not known yet.
+    `max_tokens`: the longest document after the over-length policy.
+    `pack_tokens`: capacity of a pack; one such document if None.
+    `float8`: whether matmuls take factors of eight bits.
     """
-    broken = tuple(_degrees(layout))
-    if broken:
-        return broken  # no arithmetic holds below
+    reasons = tuple(_degree_faults(layout))
+    if reasons:
+        return reasons  # no arithmetic holds below
     return (
-        *_world(spec, layout, world, float8),
+        *_world_faults(spec, layout, world, float8),
         *(fault.reason for fault in mesh_faults(spec, layout, float8)),
         *(fault.reason for fault in pipeline_faults(spec, layout)),
-        *_streaming(layout),
-        *_chunks(layout, max_tokens, pack_tokens),
-        *_length(spec, max_tokens),
+        *_streaming_faults(layout),
+        *_chunk_faults(layout, max_tokens, pack_tokens),
+        *_length_faults(spec, max_tokens),
     )
 
 
@@ -64,12 +71,12 @@ def check(
     float8: bool = False,
 ) -> None:
     """Raise UsageError with all faults, if any."""
-    found = faults(spec, layout, world, max_tokens, pack_tokens, float8)
-    if found:
-        raise UsageError("\n  ".join((f"layout {layout} is not possible here:", *found)))
+    reasons = faults(spec, layout, world, max_tokens, pack_tokens, float8)
+    if reasons:
+        raise UsageError("\n  ".join((f"layout {layout} is not possible here:", *reasons)))
 
 
-def _degrees(layout: Layout) -> Iterator[str]:
+def _degree_faults(layout: Layout) -> Iterator[str]:
     degrees = {name: layout.degree(name) for name in axes.names()} | {"virtual": layout.virtual}
     for name, degree in degrees.items():
         if degree < 1:
@@ -78,31 +85,42 @@ def _degrees(layout: Layout) -> Iterator[str]:
         yield f"zero is {layout.zero}: it is 0, 1, 2 or 3"
 
 
-def _world(spec: ModelSpec, layout: Layout, world: int | None, float8: bool) -> Iterator[str]:
+def _world_faults(
+    spec: ModelSpec,
+    layout: Layout,
+    world: int | None,
+    float8: bool,
+) -> Iterator[str]:
     if world is None or world == layout.world:
         return
     degrees = [str(layout.degree(name)) for name in axes.names()[::-1] if layout.degree(name) > 1]
     product = f"{' x '.join(degrees)} = {layout.world}" if len(degrees) > 1 else f"{layout.world}"
-    near = [str(other) for other in nearest_layouts(layout, world) if not faults(spec, other, world, float8=float8)][:2]
-    hint = f": try {' or '.join(near)}" if near else ""
+    possible = [str(candidate) for candidate in nearest_layouts(layout, world) if not faults(spec, candidate, world, float8=float8)]
+    hint = f": try {' or '.join(possible[:2])}" if possible else ""
     yield f"{layout} needs {_count(product, 'rank')}, {world} {'is' if world == 1 else 'are'} here{hint}"
 
 
 def nearest_layouts(layout: Layout, world: int) -> list[Layout]:
     """Layouts of `world` ranks over dp and the axes in use, those whose degrees change least first."""
-    used = [axis.name for axis in reversed(axes.AXES) if axis.shares == "packs" or layout.degree(axis.name) > 1]
+    names = [axis.name for axis in reversed(axes.AXES) if axis.shares == "packs" or layout.degree(axis.name) > 1]
 
     def change(degrees: tuple[int, ...]) -> tuple[float, int]:
-        """In doublings; between equals, one that changes dp alone."""
-        changes = [abs(log2(degree / layout.degree(name))) for name, degree in zip(used, degrees)]
-        return sum(changes), sum(change > 0 for name, change in zip(used, changes) if name != "dp")
+        # In doublings; of equal ones that which changes dp alone.
+        doublings = 0.0
+        num_changed = 0
+        for name, degree in zip(names, degrees):
+            doublings += abs(log2(degree / layout.degree(name)))
+            num_changed += name != "dp" and degree != layout.degree(name)
+        return doublings, num_changed
 
     layouts = []
-    for degrees in sorted(_factors(world, len(used)), key=change):
-        other = layout.with_degrees(dict(zip(used, degrees)))
-        if other.pp != layout.pp:
-            other = replace(other, stages=(), virtual=layout.virtual if other.pp > 1 else 1)
-        layouts.append(other)
+    for degrees in sorted(_factors(world, len(names)), key=change):
+        candidate = layout.with_degrees(dict(zip(names, degrees)))
+        if candidate.pp != layout.pp:
+            # Stages are of another pipeline; virtual ones need one.
+            virtual = layout.virtual if candidate.pp > 1 else 1
+            candidate = replace(candidate, stages=(), virtual=virtual)
+        layouts.append(candidate)
     return layouts
 
 
@@ -117,74 +135,102 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def mesh_faults(spec: ModelSpec, layout: Layout, float8: bool) -> Iterator[Fault]:
-    """Of the degrees that share weights and tokens."""
-    yield from _tensor(spec, layout)
+    """Faults of the degrees that share weights and tokens."""
+    yield from _tensor_faults(spec, layout)
     if float8:
-        yield from _scaled(spec, layout)
-    yield from _ulysses(spec, layout)
+        yield from _scale_faults(spec, layout)
+    yield from _ulysses_faults(spec, layout)
 
 
-def _tensor(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
-    for count, what in ((spec.heads, "query heads"), (spec.ffn, "feed-forward columns"), (spec.vocab, "vocabulary rows")):
-        if layout.tp > count:
-            reason = f"tp{layout.tp} shares {count} {what} among {layout.tp} ranks, which leaves some none: at most tp{count}"
-            yield Fault(f"tp above {count} {what}", reason)
+def _tensor_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
+    tp = layout.tp
+    counts = {
+        "query heads": spec.heads,
+        "feed-forward columns": spec.ffn,
+        "vocabulary rows": spec.vocab,
+    }
+    for noun, count in counts.items():
+        if tp > count:
+            shares = f"tp{tp} shares {count} {noun} among {tp} ranks"
+            reason = f"{shares}, which leaves some none: at most tp{count}"
+            yield Fault(f"tp above {count} {noun}", reason)
     keys = spec.kv_heads
-    if spec.keys_stay_whole and layout.tp <= spec.heads and keys % layout.tp:
-        works = max(tp for tp in range(1, layout.tp) if keys % tp == 0)
-        reason = (
-            f"tp{layout.tp} gives some of {keys} key/value heads to two ranks, and the norm over all keys counts each once: try tp{works}"
-        )
+    if spec.keys_stay_whole and tp <= spec.heads and keys % tp:
+        works = max(degree for degree in range(1, tp) if keys % degree == 0)
+        gives = f"tp{tp} gives some of {keys} key/value heads to two ranks"
+        reason = f"{gives}, and the norm over all keys counts each once: try tp{works}"
         yield Fault(f"tp that does not divide {keys} key/value heads", reason)
 
 
-def _scaled(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
-    cut = cut_inside_a_block(spec, layout.tp)
-    if layout.tp <= spec.heads and cut:
+def _scale_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
+    name = cut_inside_a_block(spec, layout.tp)
+    if layout.tp <= spec.heads and name:
         works = max(tp for tp in range(1, layout.tp) if not cut_inside_a_block(spec, tp))
-        reason = f"tp{layout.tp} cuts {cut} inside a block of {BLOCK} that shares a scale under precision float8: try tp{works}"
+        cuts = f"tp{layout.tp} cuts {name} inside a block of {BLOCK}"
+        reason = f"{cuts} that shares a scale under precision float8: try tp{works}"
         yield Fault("tp that cuts blocks of a scale of float8", reason)
 
 
 @lru_cache(maxsize=1024)
 def cut_inside_a_block(spec: ModelSpec, tp: int) -> str | None:
-    """The first weight of a block of the model that so many tensor-parallel ranks cut elsewhere than at multiples of BLOCK, or give in
-    part to two of them; None where there is none."""
-    layout, seen = Layout(tp=tp), set[tuple]()
+    """The first weight of a block of the model that tensor-parallel ranks cut inside a block of a scale, or share a part of.
+
+    None if there is none.
+    """
+    layout = Layout(tp=tp)
     coords = [layout.coord(rank) for rank in range(tp)]
-    for p in spec.params:
-        key = p.shape, p.dim, p.parts
-        if p.dim is None or len(p.shape) != 2 or not 0 < p.unit <= spec.layers or key in seen or p.role.endswith(("_lora_a", "_lora_b")):
+    checked: set[tuple] = set()
+    for param in spec.params:
+        key = param.shape, param.dim, param.parts
+        dim = param.dim
+        is_matrix = len(param.shape) == 2 and 0 < param.unit <= spec.layers
+        # Adapters are not rounded to eight bits.
+        is_adapter = param.role.endswith(("_lora_a", "_lora_b"))
+        if dim is None or not is_matrix or is_adapter or key in checked:
             continue
-        seen.add(key)
-        size, boxes = p.shape[p.dim], [box for coord in coords for box in local_boxes(p, layout, coord)]
-        edges = {edge for box in boxes for edge in (box.start[p.dim], box.stop[p.dim])}
-        if any(edge % BLOCK and edge != size for edge in edges) or sum(box.shape[p.dim] for box in boxes) > size:
-            return p.name
+        checked.add(key)
+        size = param.shape[dim]
+        total = 0
+        for coord in coords:
+            for box in local_boxes(param, layout, coord):
+                total += box.shape[dim]
+                for edge in (box.start[dim], box.stop[dim]):
+                    if edge % BLOCK and edge != size:
+                        return param.name
+        if total > size:
+            return param.name
     return None
 
 
-def _ulysses(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
+def _ulysses_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
     """Ulysses shares a tensor-parallel rank's query heads; fewer key/value heads are replicated."""
-    least, largest_tp = spec.heads // layout.tp, spec.heads // layout.ulysses
-    if 1 <= least < layout.ulysses:
-        after = f" after tp{layout.tp} (of {spec.heads})" if layout.tp > 1 else ""
-        other = f", or tp{largest_tp} with u{layout.ulysses}" if 1 <= largest_tp < layout.tp else ""
-        shares = f"u{layout.ulysses} shares {_count(least, 'query head')}{after} among {layout.ulysses} ranks"
+    ulysses = layout.ulysses
+    max_ulysses = spec.heads // layout.tp
+    max_tp = spec.heads // ulysses
+    if 1 <= max_ulysses < ulysses:
+        after_tp = f" after tp{layout.tp} (of {spec.heads})" if layout.tp > 1 else ""
+        or_tp = f", or tp{max_tp} with u{ulysses}" if 1 <= max_tp < layout.tp else ""
+        heads = _count(max_ulysses, "query head")
+        shares = f"u{ulysses} shares {heads}{after_tp} among {ulysses} ranks"
         rule = "ulysses above the query heads of a tensor-parallel rank"
-        yield Fault(rule, f"{shares}: at most u{least}{other}; ring has no such limit")
+        yield Fault(rule, f"{shares}: at most u{max_ulysses}{or_tp}; ring has no such limit")
 
 
 def pipeline_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
-    """Of the stages, their order and their sizes."""
-    pp, virtual, layers = layout.pp, layout.virtual, spec.layers
+    """Faults of the stages, their order and their sizes."""
+    pp = layout.pp
+    virtual = layout.virtual
+    layers = spec.layers
     if layout.order == "vertical" and pp * virtual > 1:
         yield Fault(
             "vertical in stages",
             "vertical takes all micro-batches through a block before the next, and stages wait for each: drop vertical, or pp and v",
         )
     if layout.order == "vertical" and layout.chunk:
-        yield Fault("vertical in chunks", "vertical is said of packs that are computed whole, and this layout has chunks: drop it")
+        yield Fault(
+            "vertical in chunks",
+            "vertical is said of packs that are computed whole, and this layout has chunks: drop it",
+        )
     if virtual > 1 and layout.order == "gpipe":
         reason = f"gpipe and v{virtual} contradict: model chunks are what 1F1B interleaves; drop gpipe or v{virtual}"
         yield Fault("virtual stages under gpipe", reason)
@@ -192,39 +238,52 @@ def pipeline_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
         reason = f"v{virtual} interleaves the model chunks of several pipeline ranks, and pp is 1: drop v{virtual} or add pp2"
         yield Fault("virtual stages without a pipeline", reason)
     elif pp * virtual > layers:
-        made = f"pp{pp}.v{virtual} makes {pp} x {virtual} = {pp * virtual}" if virtual > 1 else f"pp{pp} makes {pp}"
-        works = [f"pp{p}.v{v}" for p, v in ((layers // virtual, virtual), (pp, layers // pp)) if p > 1 and v > 1]
-        most = " or ".join(works) or f"pp{min(pp, layers)}"
-        reason = f"{made} stages of at least one block, the model has {layers}: at most {most}"
+        makes = f"pp{pp} makes {pp}"
+        works = f"pp{min(pp, layers)}"
+        if virtual > 1:
+            makes = f"pp{pp}.v{virtual} makes {pp} x {virtual} = {pp * virtual}"
+            fewer = ((layers // virtual, virtual), (pp, layers // pp))
+            works = " or ".join(f"pp{p}.v{v}" for p, v in fewer if p > 1 and v > 1) or works
+        reason = f"{makes} stages of at least one block, the model has {layers}: at most {works}"
         yield Fault(f"stages without one of {layers} blocks", reason)
-    if layout.stages:
-        yield from (Fault("stages of other sizes", reason) for reason in _stages(layout, layers))
+    if layout.stages and (reason := _stage_sizes_fault(layout, layers)):
+        yield Fault("stages of other sizes", reason)
 
 
-def _stages(layout: Layout, layers: int) -> Iterator[str]:
-    """Explicit stage sizes: as many as virtual stages, each at least one block, together the model."""
-    given, count = "-".join(map(str, layout.stages)), layout.pp * layout.virtual
-    wrong = []
-    if len(layout.stages) != count:
-        wrong.append(f"{_count(len(layout.stages), 'stage')}, {count} are needed")
-    if sum(layout.stages) != layers:
-        wrong.append(f"{given.replace('-', ' + ')} = {sum(layout.stages)} blocks, the model has {layers}")
-    if min(layout.stages) < 1:
-        wrong.append("a stage without a block")
-    if wrong:
-        sizes = [share(layers, count, i) for i in range(count if count <= layers else 0)]
-        equal = "-".join(str(stop - start) for start, stop in sizes)
-        yield f"pp{layout.pp}:{given} has {' and '.join(wrong)}" + (f": try pp{layout.pp}:{equal}" if equal else "")
+def _stage_sizes_fault(layout: Layout, layers: int) -> str:
+    """Explicit stage sizes are as many as virtual stages, each at least one block, together the model. Empty if they are."""
+    sizes = layout.stages
+    num_stages = layout.pp * layout.virtual
+    problems = []
+    if len(sizes) != num_stages:
+        problems.append(f"{_count(len(sizes), 'stage')}, {num_stages} are needed")
+    if sum(sizes) != layers:
+        terms = " + ".join(map(str, sizes))
+        problems.append(f"{terms} = {sum(sizes)} blocks, the model has {layers}")
+    if min(sizes) < 1:
+        problems.append("a stage without a block")
+    if not problems:
+        return ""
+    hint = ""
+    if num_stages <= layers:
+        spans = [share(layers, num_stages, i) for i in range(num_stages)]
+        even_sizes = "-".join(str(stop - start) for start, stop in spans)
+        hint = f": try pp{layout.pp}:{even_sizes}"
+    return f"pp{layout.pp}:{'-'.join(map(str, sizes))} has {' and '.join(problems)}{hint}"
 
 
-def _streaming(layout: Layout) -> Iterator[str]:
-    """What is said of chunks needs them, and what is moved must be kept apart from the rest."""
-    yield from _kept(layout)
-    words = {"kv-offload": layout.kv == "offload", "fpdt": layout.schedule == "fpdt", f"every{layout.every}": layout.every > 0}
-    chunked = [word for word, said in words.items() if said]
+def _streaming_faults(layout: Layout) -> Iterator[str]:
+    """Words on chunks need a chunked layout, and offloading needs activations that can be told from the rest."""
+    yield from _kept_block_faults(layout)
     if not layout.chunk:
-        if chunked:
-            yield f"{' and '.join(chunked)} is said of a layout in chunks, and this one has none: add chunk64K, say"
+        needs_chunk = {
+            "kv-offload": layout.kv == "offload",
+            "fpdt": layout.schedule == "fpdt",
+            f"every{layout.every}": layout.every > 0,
+        }
+        words = [word for word, is_there in needs_chunk.items() if is_there]
+        if words:
+            yield f"{' and '.join(words)} is said of a layout in chunks, and this one has none: add chunk64K, say"
         if layout.offload != "device" and layout.recompute not in ("full", "auto"):
             yield f"{layout.offload} takes what recompute-full or a chunked layout keeps: add recompute-full, or chunk64K"
         return
@@ -236,8 +295,8 @@ def _streaming(layout: Layout) -> Iterator[str]:
         yield "kv-offload has nowhere to go: add host or disk"
 
 
-def _kept(layout: Layout) -> Iterator[str]:
-    """Blocks that keep all are said of a layout whose others do not."""
+def _kept_block_faults(layout: Layout) -> Iterator[str]:
+    """Blocks that keep all need a layout in which the rest does not."""
     if not layout.kept_blocks:
         return
     word = f"keep{layout.kept_blocks}"
@@ -246,34 +305,41 @@ def _kept(layout: Layout) -> Iterator[str]:
     elif layout.recompute == "auto":
         yield f"recompute-auto chooses how many blocks keep all: drop {word}"
     elif layout.recompute in ("none", "selective"):
-        what = "keep all" if layout.recompute == "none" else "keep all but attention's inside"
-        yield f"{word}: the blocks of this layout {what} anyway; drop it, or add recompute-full"
+        keep = "keep all" if layout.recompute == "none" else "keep all but attention's inside"
+        yield f"{word}: the blocks of this layout {keep} anyway; drop it, or add recompute-full"
 
 
-def least_chunk(max_tokens: int, pack_tokens: int) -> int:
-    """The smallest power of two for which a pack of such documents has no more pairs of chunks than one document of MOST_CHUNKS."""
+def min_chunk(max_tokens: int, pack_tokens: int) -> int:
+    """The smallest power of two for which a pack of such documents has no more pairs of chunks than one document of MAX_CHUNKS."""
     chunk = 1
-    while -(-max_tokens // chunk) * -(-pack_tokens // chunk) > MOST_CHUNKS**2:
+    while -(-max_tokens // chunk) * -(-pack_tokens // chunk) > MAX_CHUNKS**2:
         chunk *= 2
     return chunk
 
 
-def _chunks(layout: Layout, max_tokens: int | None, pack_tokens: int | None) -> Iterator[str]:
-    if layout.chunk <= 0 or max_tokens is None:
+def _chunk_faults(layout: Layout, max_tokens: int | None, pack_tokens: int | None) -> Iterator[str]:
+    chunk = layout.chunk
+    if chunk <= 0 or max_tokens is None:
         return
     pack_tokens = max(max_tokens, pack_tokens or 0)
-    of_document, of_pack = -(-max_tokens // layout.chunk), -(-pack_tokens // layout.chunk)
-    if of_document * of_pack > MOST_CHUNKS**2:
-        text = replace(layout, chunk=least_chunk(max_tokens, pack_tokens))
-        many = f", in packs of {pack_tokens} of {of_pack}" if of_pack > of_document else ""
-        made = f"documents of {max_tokens} tokens are {of_document} chunks of {layout.chunk}{many}"
-        yield f"{made}, whose pairs are too many: at most {MOST_CHUNKS}{' x ' + str(MOST_CHUNKS) if many else ''}, as in {text}"
+    document_chunks = -(-max_tokens // chunk)
+    pack_chunks = -(-pack_tokens // chunk)
+    if document_chunks * pack_chunks > MAX_CHUNKS**2:
+        possible = replace(layout, chunk=min_chunk(max_tokens, pack_tokens))
+        in_packs = ""
+        limit = f"{MAX_CHUNKS}"
+        if pack_chunks > document_chunks:
+            in_packs = f", in packs of {pack_tokens} of {pack_chunks}"
+            limit = f"{MAX_CHUNKS} x {MAX_CHUNKS}"
+        documents = f"documents of {max_tokens} tokens are {document_chunks} chunks of {chunk}"
+        yield f"{documents}{in_packs}, whose pairs are too many: at most {limit}, as in {possible}"
 
 
-def _length(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:
+def _length_faults(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:
     if max_tokens is None:
         return
     limit = spec.max_positions
+    # Rotary positions are computed for any length; learned ones are a table.
     if spec.learned_positions and max_tokens > limit:
         yield f"documents are up to {max_tokens} tokens long, the model has learned {limit} positions: data.max_len at most {limit}"
 

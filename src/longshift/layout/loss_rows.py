@@ -6,10 +6,19 @@ from longshift.cluster.cluster import Number
 from longshift.spec.model import LOSS_ROWS, ModelSpec
 
 
-def rows_at_once(rows: Number, width: Number, vocab: Number, least: int = LOSS_ROWS) -> np.ndarray:
-    """Of so many rows of a residual stream of this width, a pack's or a chunk's, how many have logits at one time, at the most: as many as
-    make them no larger than the rows are, but no fewer than `least`. Numbers or arrays that broadcast."""
-    return np.maximum(least, np.asarray(rows) * width // vocab)
+def rows_at_once(
+    rows: Number,
+    width: Number,
+    vocab: Number,
+    min_rows: int = LOSS_ROWS,
+) -> np.ndarray:
+    """How many of the rows of a pack or chunk have logits at one time, at most. Numbers or arrays that broadcast.
+
+    `rows`, `width`: of the residual stream.
+    `min_rows`: below which matmuls get slow.
+    """
+    # Logits are as large as the residual stream then.
+    return np.maximum(min_rows, np.asarray(rows) * width // vocab)
 
 
 def loss_rows(spec: ModelSpec, rows: int) -> int:

@@ -62,28 +62,29 @@ class Bucket:
     @cached_property
     def width(self) -> int:
         """Elements of the largest share: one slot of the fused buffer."""
-        return self._kept(0)
+        return self._share_elements(0)
 
     def home(self, rank: int) -> tuple[tuple[str, Box], ...]:
         """What a holder keeps at home, in the order of the fused buffer."""
         index = bisect_left(self.holders, rank)
-        return tuple((p.name, p.share(index) if self.sharded else p.box) for p in self.pieces)
+        return tuple((piece.name, piece.share(index) if self.sharded else piece.box) for piece in self.pieces)
 
     @cached_property
-    def _known(self) -> dict[int, int]:
-        """What `kept` has said, by place of the holder."""
+    def _share_cache(self) -> dict[int, int]:
+        """Elements of `kept`, by index of the holder."""
         return {}
 
     def kept(self, rank: int) -> int:
         """How many elements a holder keeps at home."""
         index = bisect_left(self.holders, rank)
-        if index not in self._known:
-            self._known[index] = self._kept(index)
-        return self._known[index]
+        if index not in self._share_cache:
+            self._share_cache[index] = self._share_elements(index)
+        return self._share_cache[index]
 
-    def _kept(self, index: int) -> int:
+    def _share_elements(self, index: int) -> int:
         if not self.sharded:
             return self.elements
+        # Counted without boxes, which take longer to make.
         total = 0
         for piece in self.pieces:
             rows = piece.box.shape[0]
@@ -97,8 +98,9 @@ class Bucket:
 
 
 def moving_unit(spec: ModelSpec, param: Param) -> int:
-    """The unit that a weight is gathered and reduced with. A tied embedding is used by two units, maybe on two stages, and moves alone,
-    as unit `spec.units`: gathered before a step's first micro-batch and reduced after its last."""
+    """The unit that a weight is gathered and reduced with."""
+    # A tied embedding is used by two units, maybe on two stages, and moves alone: gathered before a
+    # step's first micro-batch and reduced after its last.
     return spec.units if param.also_unit is not None else param.unit
 
 
@@ -109,20 +111,22 @@ def place_of(spec: ModelSpec, unit: int) -> int:
 
 def stages_of(spec: ModelSpec, layout: Layout, param: Param) -> tuple[int, ...]:
     """Pipeline coordinates that compute with a weight."""
-    stages = _stages(layout, spec.layers)
-    first = stages[param.unit]
-    return first if param.also_unit is None else tuple(sorted({*first, *stages[param.also_unit]}))
+    stages = _stages_by_unit(layout, spec.layers)
+    unit_stages = stages[param.unit]
+    if param.also_unit is None:
+        return unit_stages
+    return tuple(sorted({*unit_stages, *stages[param.also_unit]}))
 
 
 @cache
-def _stages(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
-    """By unit, the pipeline coordinates that compute with it."""
-    found: list[set[int]] = [set() for _ in range(layers + 2)]
+def _stages_by_unit(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
+    """The pipeline coordinates that compute with each unit."""
+    stages: list[list[int]] = [[] for _ in range(layers + 2)]
     for pp in range(layout.pp):
         for chunk in layout.units_of(layers, pp):
             for unit in chunk:
-                found[unit].add(pp)
-    return tuple(tuple(sorted(pps)) for pps in found)
+                stages[unit].append(pp)  # a unit is in one chunk of a coordinate
+    return tuple(map(tuple, stages))
 
 
 def holders_of(layout: Layout, pps: tuple[int, ...]) -> tuple[int, ...]:
@@ -130,102 +134,131 @@ def holders_of(layout: Layout, pps: tuple[int, ...]) -> tuple[int, ...]:
     return _holders(layout, pps, tuple(range(layout.weight_ranks)))
 
 
-def local_boxes(param: Param, layout: Layout, at: Coord) -> tuple[Box, ...]:
-    """Boxes of a weight on the rank that stands at `at`. Its tensor is their concatenation along `param.dim`."""
-    whole = Box.whole(param.shape)
+def local_boxes(param: Param, layout: Layout, coord: Coord) -> tuple[Box, ...]:
+    """Boxes of a weight on a rank. Its tensor is their concatenation along `param.dim`."""
+    weight_box = Box.whole(param.shape)
     if param.dim is None:
-        return (whole,)
-    cuts = _cuts(param.parts, layout.weight_ranks, layout.place(at, axes.weight_axes()))
-    return tuple(whole.cut(param.dim, start + first, start + last) for start, first, last in cuts)
+        return (weight_box,)
+    index = layout.place(coord, axes.weight_axes())
+    spans = _cut_spans(param.parts, layout.weight_ranks, index)
+    return tuple(weight_box.cut(param.dim, start, stop) for start, stop in spans)
 
 
 def pieces_of(spec: ModelSpec, layout: Layout, param: Param) -> tuple[Piece, ...]:
     """The pieces of a weight. Neighboring ranks that share a key/value head share its piece."""
-    pieces = _boxes_with_holders(layout, stages_of(spec, layout, param), param.shape, param.dim, param.parts)
-    return tuple(Piece(param.name, box, holders) for box, holders in pieces)
+    stages = stages_of(spec, layout, param)
+    boxes = _boxes_with_holders(layout, stages, param.shape, param.dim, param.parts)
+    return tuple(Piece(param.name, box, holders) for box, holders in boxes)
 
 
 @cache
 def _boxes_with_holders(
-    layout: Layout, pps: tuple[int, ...], shape: tuple[int, ...], dim: int | None, parts: tuple[Part, ...]
+    layout: Layout,
+    pps: tuple[int, ...],
+    shape: tuple[int, ...],
+    dim: int | None,
+    parts: tuple[Part, ...],
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The pieces of every weight of these sizes on these stages: those of all blocks of a stage are alike."""
-    whole = Box.whole(shape)
+    weight_box = Box.whole(shape)
     if dim is None:
-        return ((whole, holders_of(layout, pps)),)
+        return ((weight_box, holders_of(layout, pps)),)
 
     # 1. What each cut of the weights has of the cut dim.
-    spans = []
-    for cut in range(layout.weight_ranks):
-        spans += [(cut, start + first, start + last) for start, first, last in _cuts(parts, layout.weight_ranks, cut)]
+    ranks = layout.weight_ranks
+    spans_by_cut = [list(_cut_spans(parts, ranks, index)) for index in range(ranks)]
 
     # 2. Between neighboring edges all elements have the same holders.
-    edges = sorted({edge for _, first, last in spans for edge in (first, last)})
-    pieces = []
-    for begin, end in pairwise(edges):
-        cuts = tuple(sorted({cut for cut, first, last in spans if first <= begin and end <= last}))
+    edges = {edge for spans in spans_by_cut for span in spans for edge in span}
+    boxes = []
+    for begin, end in pairwise(sorted(edges)):
+        cuts = tuple(cut for cut, spans in enumerate(spans_by_cut) if any(start <= begin and end <= stop for start, stop in spans))
         if cuts:
-            pieces.append((whole.cut(dim, begin, end), _holders(layout, pps, cuts)))
-    return tuple(pieces)
+            boxes.append((weight_box.cut(dim, begin, end), _holders(layout, pps, cuts)))
+    return tuple(boxes)
 
 
 @cache
 def buckets(spec: ModelSpec, layout: Layout) -> tuple[Bucket, ...]:
     """Every bucket of the model, the same tuple on every rank. Within one, weights that decay come first."""
-    return _grouped(spec, layout, ((param, piece) for param in spec.params for piece in pieces_of(spec, layout, param)))
+    pieces = [(param, piece) for param in spec.params for piece in pieces_of(spec, layout, param)]
+    return _group_pieces(spec, layout, pieces)
 
 
 @lru_cache(maxsize=32)  # a step asks for those of its layouts several times
 def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]:
     """The buckets that one rank is a holder of: those of `buckets`, in their order, made without the others."""
     pp = layout.coord(rank).pp
-    mine = (param for param in spec.params if pp in stages_of(spec, layout, param))
-    pieces = ((param, piece) for param in mine for piece in pieces_of(spec, layout, param))
-    return _grouped(spec, layout, ((param, piece) for param, piece in pieces if _among(rank, piece.holders)))
+    pieces = []
+    for param in spec.params:
+        if pp in stages_of(spec, layout, param):
+            for piece in pieces_of(spec, layout, param):
+                if _has_rank(piece.holders, rank):
+                    pieces.append((param, piece))
+    return _group_pieces(spec, layout, pieces)
 
 
-def _grouped(spec: ModelSpec, layout: Layout, pieces: Iterable[tuple[Param, Piece]]) -> tuple[Bucket, ...]:
-    """By unit, holders, and whether they are trained. Holders are told apart by a number, found once for each object: hashing thousands of
-    ranks for every piece takes longer than all else."""
+def _group_pieces(
+    spec: ModelSpec,
+    layout: Layout,
+    pieces: Iterable[tuple[Param, Piece]],
+) -> tuple[Bucket, ...]:
+    """Buckets of pieces, by unit, holders, and whether they are trained."""
+    # Holders are told apart by a number, which is looked up once for each object: hashing thousands
+    # of ranks for every piece takes longer than all else. The sorted list keeps the objects alive.
     numbers: dict[tuple[int, ...], int] = {}
-    known: dict[int, int] = {}  # by the object's identity; the sorted list keeps it alive
-    grouped: dict[tuple[int, int, bool], list[Piece]] = {}
+    number_of_object: dict[int, int] = {}
+    groups: dict[tuple[int, int, bool], list[Piece]] = {}
     ordered = sorted(pieces, key=lambda pair: not pair[0].decay)
     for param, piece in ordered:
-        if id(piece.holders) not in known:
-            known[id(piece.holders)] = numbers.setdefault(piece.holders, len(numbers))
-        grouped.setdefault((moving_unit(spec, param), known[id(piece.holders)], param.frozen), []).append(piece)
-    found = (
-        Bucket(unit, p[0].holders, tuple(p), layout.zero > 0 and len(p[0].holders) > 1, frozen) for (unit, _, frozen), p in grouped.items()
-    )
-    return tuple(sorted(found, key=lambda b: (b.unit, b.holders, b.frozen)))
+        key = id(piece.holders)
+        if key not in number_of_object:
+            number_of_object[key] = numbers.setdefault(piece.holders, len(numbers))
+        group = moving_unit(spec, param), number_of_object[key], param.frozen
+        groups.setdefault(group, []).append(piece)
+
+    buckets = []
+    for (unit, _, frozen), group_pieces in groups.items():
+        holders = group_pieces[0].holders
+        is_sharded = layout.zero > 0 and len(holders) > 1
+        buckets.append(Bucket(unit, holders, tuple(group_pieces), is_sharded, frozen))
+    buckets.sort(key=lambda bucket: (bucket.unit, bucket.holders, bucket.frozen))
+    return tuple(buckets)
 
 
 @lru_cache(maxsize=32)
-def boxes_on(spec: ModelSpec, layout: Layout, rank: int) -> Mapping[int, Mapping[str, tuple[Box, ...]]]:
+def boxes_on(
+    spec: ModelSpec,
+    layout: Layout,
+    rank: int,
+) -> Mapping[int, Mapping[str, tuple[Box, ...]]]:
     """By moving unit, ascending, the boxes of each weight that one rank computes with. The time it takes does not depend on the number of
     ranks."""
-    at = layout.coord(rank)
+    coord = layout.coord(rank)
     units: dict[int, dict[str, tuple[Box, ...]]] = {}
-    alike: dict[tuple, tuple[Box, ...]] = {}
+    cache: dict[tuple, tuple[Box, ...]] = {}  # weights of equal sizes have the same boxes
     for param in spec.params:
-        if at.pp in stages_of(spec, layout, param):
+        if coord.pp in stages_of(spec, layout, param):
             key = param.shape, param.dim, param.parts
-            if key not in alike:
-                alike[key] = local_boxes(param, layout, at)
-            units.setdefault(moving_unit(spec, param), {})[param.name] = alike[key]
+            if key not in cache:
+                cache[key] = local_boxes(param, layout, coord)
+            units.setdefault(moving_unit(spec, param), {})[param.name] = cache[key]
     return dict(sorted(units.items()))
 
 
 def assemble(box: Box, local: Iterable[Box], dim: int | None) -> tuple[slice, ...]:
-    """Where `box` lies in a rank's tensor, which concatenates its `local` boxes along `dim`."""
+    """Where `box` lies in a rank's tensor, which concatenates its `local` boxes along `dim`.
+
+    Raises ValueError if it is in none of them.
+    """
     offset = 0
     for part in local:
         if box in part:
-            at = list(box.within(part))
+            slices = list(box.within(part))
             if dim is not None:
-                at[dim] = slice(at[dim].start + offset, at[dim].stop + offset)
-            return tuple(at)
+                span = slices[dim]
+                slices[dim] = slice(span.start + offset, span.stop + offset)
+            return tuple(slices)
         offset += part.shape[dim] if dim is not None else 0
     raise ValueError(f"{box} is in none of the rank's boxes")
 
@@ -239,24 +272,30 @@ def local_shape(param: Param, local: tuple[Box, ...]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _among(rank: int, holders: tuple[int, ...]) -> bool:
+def _has_rank(holders: tuple[int, ...], rank: int) -> bool:
     """Whether `holders`, ascending, name the rank."""
-    place = bisect_left(holders, rank)
-    return place < len(holders) and holders[place] == rank
+    index = bisect_left(holders, rank)
+    return index < len(holders) and holders[index] == rank
 
 
-def _cuts(parts: tuple[Part, ...], ranks: int, cut: int) -> Iterator[tuple[int, int, int]]:
-    """Where each part begins, and which of its rows the `cut`-th of so many ranks has."""
-    start = 0
+def _cut_spans(parts: tuple[Part, ...], ranks: int, index: int) -> Iterator[tuple[int, int]]:
+    """The rows of each part, half-open, that the `index`-th of so many ranks has."""
+    part_start = 0
     for part in parts:
-        first, last = part.rows(ranks, cut)
-        yield start, first, last
-        start += part.units * part.size
+        first, last = part.rows(ranks, index)
+        yield part_start + first, part_start + last
+        part_start += part.units * part.size
 
 
 @cache
 def _holders(layout: Layout, pps: tuple[int, ...], cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of these stages that have these cuts of the weights, ascending: cuts vary fastest over ranks, stages slowest."""
+    """The ranks of these stages that have these cuts of the weights, ascending."""
+    # Cuts vary fastest over ranks, stages slowest.
     weight_ranks = layout.weight_ranks
-    sharing = layout.world // layout.pp // weight_ranks
-    return tuple(sorted(cut + weight_ranks * (other + sharing * pp) for pp in pps for other in range(sharing) for cut in cuts))
+    num_copies = layout.world // layout.pp // weight_ranks
+    ranks = []
+    for pp in pps:
+        for copy in range(num_copies):
+            first = weight_ranks * (copy + num_copies * pp)
+            ranks += [first + cut for cut in cuts]
+    return tuple(sorted(ranks))

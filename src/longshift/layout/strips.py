@@ -16,6 +16,7 @@ on the wire    │ n, as it is │ scales of A, of B │ codes of A │ codes of
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -24,14 +25,19 @@ from longshift.layout.blocks import BLOCK, scales_of
 from longshift.layout.placement import Bucket, Piece
 
 ALIGNED = 8
-AT_ONCE = 1 << 22  # elements that are coded at one time, at the most: fewer are more launches, more take memory
+AT_ONCE = 1 << 22  # elements that are coded at one time, at most: fewer are more launches, more take memory
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Rows of one piece in slots `first` to `last` (exclusive): `rows` of each, that of slot `first` begins with row `begin` of the piece.
-    In a slot they lie from element `offset` on; on the wire behind `before` elements of their kind, codes or vectors, and behind
-    `scales_before` scales."""
+    """Rows of one piece in slots `first` to `last` (exclusive).
+
+    rows          of each slot
+    begin         the first row of slot `first`, as a row of the piece
+    offset        elements before it in a slot
+    wire_offset   elements of its kind, codes or vectors, before it on the wire
+    scale_offset  scales before it on the wire
+    """
 
     piece: Piece
     first: int
@@ -39,18 +45,18 @@ class Strip:
     begin: int
     rows: int
     offset: int
-    before: int
-    scales_before: int
+    wire_offset: int
+    scale_offset: int
 
     @property
     def coded(self) -> bool:
         """Whether it travels as codes. [Note: wide vectors]"""
-        return len(self.piece.box.shape) > 1
+        return _is_coded(self.piece)
 
     @property
     def scales(self) -> int:
         """How many scales a row of the piece has."""
-        return prod(scales_of(self.piece.box).shape[1:])
+        return _row_scales(self.piece)
 
     @property
     def elements(self) -> int:
@@ -58,39 +64,64 @@ class Strip:
         return self.rows * prod(self.piece.box.shape[1:])
 
     @property
-    def whole(self) -> bool:
+    def has_whole_blocks(self) -> bool:
         """Whether its rows are whole blocks."""
         box = self.piece.box
         return box.start[-1] % BLOCK == 0 and box.shape[-1] % BLOCK == 0
 
-    def at_once(self, slots: int) -> int:
+    def rows_at_once(self, slots: int) -> int:
         """How many rows of the piece, in so many slots, are coded at one time."""
         return min(self.rows, max(1, AT_ONCE // (slots * self.scales * BLOCK)))
 
     def elements_at_once(self, slots: int) -> int:
-        """How many elements are coded at one time, those of whole blocks; none where it is not coded."""
-        return slots * self.at_once(slots) * self.scales * BLOCK if self.coded else 0
+        """How many elements are coded at one time, those of whole blocks; 0 if it is not coded."""
+        return slots * self.rows_at_once(slots) * self.scales * BLOCK if self.coded else 0
+
+
+def _is_coded(piece: Piece) -> bool:
+    return len(piece.box.shape) > 1
+
+
+def _row_scales(piece: Piece) -> int:
+    return prod(scales_of(piece.box).shape[1:])
 
 
 def strips_of(bucket: Bucket) -> Iterator[Strip]:
     """The strips of a bucket, piece by piece."""
-    slots = len(bucket.holders) if bucket.sharded else 1
-    offset, codes, vectors, scales = np.zeros((4, slots), np.int64)
-    number = np.arange(slots)
+    num_slots = len(bucket.holders) if bucket.sharded else 1
+    slots = np.arange(num_slots)
+    # Elements, codes, vectors and scales of the pieces before, int64 [slots].
+    offset, codes, vectors, scales = np.zeros((4, num_slots), np.int64)
     for piece in bucket.pieces:
-        each, extra = divmod(piece.box.shape[0], slots)
-        rows, begin = each + (number < extra), number * each + np.minimum(number, extra)
-        coded = len(piece.box.shape) > 1
-        before = codes if coded else vectors
+        # 1. The rows of each slot: nearly equal shares, as `spec.model.share` has them.
+        num_rows = piece.box.shape[0]
+        share_rows, extra = divmod(num_rows, num_slots)
+        rows = share_rows + (slots < extra)
+        begin = slots * share_rows + np.minimum(slots, extra)
+
+        # 2. A strip ends where slots differ in rows or offset.
+        is_coded = _is_coded(piece)
+        wire_offset = codes if is_coded else vectors
         edges = np.flatnonzero(np.diff(rows) | np.diff(offset)) + 1
-        for first, last in zip((0, *edges.tolist()), (*edges.tolist(), slots)):
-            if count := int(rows[first]):
-                yield Strip(piece, first, last, int(begin[first]), count, *(int(some[first]) for some in (offset, before, scales)))
-        own = rows * (piece.box.elements // max(1, piece.box.shape[0]))
-        offset += own
-        before += own
-        if coded:
-            scales += rows * prod(scales_of(piece.box).shape[1:])
+        for first, last in pairwise((0, *edges.tolist(), num_slots)):
+            if rows[first]:
+                yield Strip(
+                    piece=piece,
+                    first=first,
+                    last=last,
+                    begin=int(begin[first]),
+                    rows=int(rows[first]),
+                    offset=int(offset[first]),
+                    wire_offset=int(wire_offset[first]),
+                    scale_offset=int(scales[first]),
+                )
+
+        # 3. `wire_offset` is a view of one kind: both counts move on in place.
+        elements = rows * (piece.box.elements // max(1, num_rows))
+        offset += elements
+        wire_offset += elements
+        if is_coded:
+            scales += rows * _row_scales(piece)
 
 
 @dataclass(frozen=True)
@@ -103,17 +134,20 @@ class Areas:
 
 
 def areas(strips: Iterable[Strip], vector_bytes: int) -> Areas:
-    """The areas of the largest slot, the first; `vector_bytes`: of an element that is no code."""
+    """The areas of the largest slot, the first. `vector_bytes`: of an element that is no code."""
     codes = vectors = scales = 0
     for strip in strips:
-        if strip.first == 0:
-            codes += strip.elements * strip.coded
-            vectors += strip.elements * (not strip.coded)
-            scales += strip.rows * strip.scales * strip.coded
-    scales_at = _up(vectors * vector_bytes)
-    codes_at = scales_at + _up(4 * scales)
-    return Areas(scales_at, codes_at, codes_at + _up(codes))
+        if strip.first > 0:
+            continue
+        if strip.coded:
+            codes += strip.elements
+            scales += strip.rows * strip.scales
+        else:
+            vectors += strip.elements
+    scales_start = _align(vectors * vector_bytes)
+    codes_start = scales_start + _align(4 * scales)
+    return Areas(scales_start, codes_start, codes_start + _align(codes))
 
 
-def _up(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longshift.layout.heads import matched_heads
+from longshift.layout.heads import kernel_kv_heads
 from longshift.model.kernel_calls import LONG, banded
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
 from longshift.model.packed import Packed, ends_of
@@ -308,7 +308,7 @@ def _pieces(length: int, window: int) -> Iterator[tuple[slice, slice, Mask]]:
 def match_heads(k: Tensor, v: Tensor, queries: range, keys: range, group: int) -> tuple[Tensor, Tensor]:
     """Repeat key/value heads where this rank's query heads `queries` do not divide evenly over its key/value heads `keys` (both global
     numbers; `group` query heads share one): the kernels assume that they do."""
-    if matched_heads(queries, keys, group) == len(keys):
+    if kernel_kv_heads(queries, keys, group) == len(keys):
         return k, v
     # A head at a time: an index would be copied to the device.
     owner = [head // group - keys.start for head in queries]

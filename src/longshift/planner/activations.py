@@ -5,9 +5,9 @@
     recompute-full.keepN of each stage the last N blocks keep all, as many as fit
     ... .host, .disk     what recompute-full keeps waits there, where the layout names it
 
-Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). All blocks are alike, so one number says which of them keep
-all. Where everything fits nothing is computed again and nothing is moved. The caller brings bytes and seconds: those of the ledger and the
-clock.
+Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). All blocks are alike, so one number says
+which of them keep all. Where everything fits, nothing is recomputed and nothing is offloaded. The caller brings bytes and
+seconds: those of the ledger and the clock.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,49 +18,68 @@ from longshift.layout.layout import Layout
 
 @dataclass(frozen=True)
 class Activations:
-    """A layout that says what blocks keep, with the `bytes` that a rank needs on its device, and `seconds` of a step."""
+    """A layout that says what blocks keep.
+
+    `bytes`: that a rank needs on its device.
+    `seconds`: of a step.
+    """
 
     layout: Layout
     bytes: int
     seconds: float
 
 
-def choose(
-    layout: Layout, blocks: int, free_bytes: float, bytes_of: Callable[[Layout], int], seconds_of: Callable[[Layout], float]
+def choose_activations(
+    layout: Layout,
+    num_blocks: int,
+    free_bytes: float,
+    bytes_of: Callable[[Layout], int],
+    seconds_of: Callable[[Layout], float],
 ) -> tuple[Activations, tuple[Activations, ...]]:
-    """The fastest way of `layout`, whose recomputation is left open, that fits into `free_bytes` of a device, or the smallest, where none
-    does; and all that were compared, fastest first. `blocks`: of a virtual stage, at the most."""
-    small = {way: bytes_of(way) for way in _ways(layout)}
-    fitting = [way for way, size in small.items() if size <= free_bytes]
-    if not fitting:
-        least = min(small, key=lambda way: small[way])
-        return Activations(least, small[least], seconds_of(least)), ()
-    found = []
-    for way in fitting:
-        most = _most_kept(way, blocks, free_bytes, bytes_of)
-        found.append(Activations(most, bytes_of(most), seconds_of(most)))
-    found.sort(key=lambda one: (one.seconds, one.bytes))
-    return found[0], tuple(found)
+    """Choose the fastest recomputation of a layout that leaves it open. Returns it, and the ranking, fastest first.
+
+    If nothing fits into `free_bytes` of a device, returns the smallest, and no ranking.
+
+    `num_blocks`: of a virtual stage, at most.
+    """
+    sizes = {policy: bytes_of(policy) for policy in _policies(layout)}
+    ranking = []
+    for policy, size in sizes.items():
+        if size <= free_bytes:
+            filled = _fill_memory(policy, num_blocks, free_bytes, bytes_of)
+            ranking.append(Activations(filled, bytes_of(filled), seconds_of(filled)))
+    if not ranking:
+        smallest = min(sizes, key=lambda policy: sizes[policy])
+        return Activations(smallest, sizes[smallest], seconds_of(smallest)), ()
+    ranking.sort(key=lambda activations: (activations.seconds, activations.bytes))
+    return ranking[0], tuple(ranking)
 
 
-def _ways(layout: Layout) -> Iterator[Layout]:
-    """What all blocks may do alike; what moves, where the layout names a tier."""
-    here = replace(layout, offload="device")
-    yield replace(here, recompute="none")
-    yield replace(here, recompute="selective")
+def _policies(layout: Layout) -> Iterator[Layout]:
+    """What all blocks may do alike. Activations are offloaded only if the layout names a tier."""
+    on_device = replace(layout, offload="device")
+    yield replace(on_device, recompute="none")
+    yield replace(on_device, recompute="selective")
     for tier in dict.fromkeys(("device", layout.offload)):
-        yield replace(here, recompute="full", offload=tier)
+        yield replace(on_device, recompute="full", offload=tier)
 
 
-def _most_kept(way: Layout, blocks: int, free_bytes: float, bytes_of: Callable[[Layout], int]) -> Layout:
-    """The way with as many blocks that keep all as fit, found by halving."""
-    if way.recompute in ("none", "selective"):
-        return way
-    fits, not_ = 0, blocks
-    while not_ - fits > 1:
-        middle = (fits + not_) // 2
-        if bytes_of(replace(way, kept_blocks=middle)) <= free_bytes:
-            fits = middle
+def _fill_memory(
+    policy: Layout,
+    num_blocks: int,
+    free_bytes: float,
+    bytes_of: Callable[[Layout], int],
+) -> Layout:
+    """The policy with as many blocks that keep all as fit."""
+    if policy.recompute in ("none", "selective"):
+        return policy
+    # Bisection: `fitting` blocks fit, `too_many` do not. All blocks are another policy.
+    fitting = 0
+    too_many = num_blocks
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if bytes_of(replace(policy, kept_blocks=middle)) <= free_bytes:
+            fitting = middle
         else:
-            not_ = middle
-    return replace(way, kept_blocks=fits)
+            too_many = middle
+    return replace(policy, kept_blocks=fitting)

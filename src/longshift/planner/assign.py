@@ -5,7 +5,8 @@
     cost       (i, j, k): the documents of (edge i, edge j] under layout k in the packs that suit it best
     switch     (k, l): what layout l pays to be entered where k computes the next longer group; 0 where they share a cut
 
-Home is cut as the longest group's layout cuts it (`switch.itinerary`), so the program goes from the longest group to the shortest.
+Home is cut as the longest group's layout cuts it (`switch.itinerary`), so the program goes from the longest group to the
+shortest.
 """
 
 from collections.abc import Sequence
@@ -13,97 +14,158 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longshift.planner.group_seconds import Load
+from longshift.planner.group_seconds import GroupLoad
 from longshift.spec.model import ModelSpec
 from longshift.workload.given import Lengths
 
-MOST_EDGES = 64
-MOST_GROUPS = 6  # of an assignment
+MAX_EDGES = 64
+MAX_GROUPS = 6  # of an assignment
 SHORTEST_EDGE = 256  # tokens
+EDGE_MULTIPLE = 64  # tokens: edges at quantiles are rounded up to multiples
 QUANTILES = 12  # edges that divide the tokens evenly, beside the powers of two
 
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """Documents of one mean step by length. `edges`: int64 [E] ascending; `sums`: float64 [E + 1, 4], documents, tokens, squares and
-    fourths of `Load` of documents of up to each edge, of none first; `longest`: float64 [E + 1], of `Load` of the same."""
+    """Documents of one mean step by length.
+
+    edges    int64 [E], ascending
+    sums     float64 [E + 1, 4]: documents, tokens, squares and fourths of `GroupLoad`, of documents of up to each edge;
+             row 0 is of no documents
+    longest  float64 [E + 1]: that of `GroupLoad`, of the same documents
+    """
 
     edges: np.ndarray
     sums: np.ndarray
     longest: np.ndarray
 
-    def between(self, i: np.ndarray | int, j: np.ndarray | int) -> Load:
-        """Those longer than edge i - 1 and of up to edge j - 1; edge -1 is 0."""
-        documents, tokens, squares, fourths = np.moveaxis(self.sums[j] - self.sums[i], -1, 0)
-        return Load(documents=documents, tokens=tokens, squares=squares, fourths=fourths, longest=self.longest[j])
+    def between(self, i: np.ndarray | int, j: np.ndarray | int) -> GroupLoad:
+        """Documents longer than edge i - 1 and of up to edge j - 1; edge -1 is 0."""
+        sums = self.sums[j] - self.sums[i]
+        return GroupLoad(
+            documents=sums[..., 0],
+            tokens=sums[..., 1],
+            squares=sums[..., 2],
+            fourths=sums[..., 3],
+            longest=self.longest[j],
+        )
 
 
-def tally(spec: ModelSpec, corpus: Lengths, tokens_per_step: float) -> Tally:
-    """Documents of a step by length: edges at powers of two and at quantiles of the tokens, the last one at the longest document; none
-    without a document."""
-    lengths, counts = corpus.lengths, corpus.counts
+def tally_lengths(spec: ModelSpec, corpus: Lengths, tokens_per_step: float) -> Tally:
+    """Count the documents of a mean step by length.
+
+    Edges are at powers of two, at quantiles of the tokens and at the longest document.
+    """
+    lengths = corpus.lengths
+    counts = corpus.counts
     longest = int(lengths[-1])
     tokens = np.cumsum(lengths * counts)
-    powers = 1 << np.arange((SHORTEST_EDGE - 1).bit_length(), max(SHORTEST_EDGE, longest).bit_length())
-    at = np.searchsorted(tokens, tokens[-1] * np.arange(1, QUANTILES) / QUANTILES)
-    quantiles = -(-lengths[at] // 64) * 64
+
+    # 1. List the edges.
+    first_power = (SHORTEST_EDGE - 1).bit_length()
+    last_power = max(SHORTEST_EDGE, longest).bit_length()
+    powers = 1 << np.arange(first_power, last_power)
+    quantile_tokens = tokens[-1] * np.arange(1, QUANTILES) / QUANTILES
+    quantiles = lengths[np.searchsorted(tokens, quantile_tokens)]
+    quantiles = -(-quantiles // EDGE_MULTIPLE) * EDGE_MULTIPLE
     edges = np.unique(np.concatenate([powers, np.maximum(quantiles, SHORTEST_EDGE)]))
     edges = np.append(edges[edges < longest], longest)
-    upto = np.searchsorted(lengths, edges, side="right")
-    has_documents = np.diff(upto, prepend=0) > 0
-    edges, upto = edges[has_documents][-MOST_EDGES:], upto[has_documents][-MOST_EDGES:]
+
+    # 2. Drop those that add no document.
+    num_lengths = np.searchsorted(lengths, edges, side="right")
+    has_documents = np.diff(num_lengths, prepend=0) > 0
+    edges = edges[has_documents][-MAX_EDGES:]
+    num_lengths = num_lengths[has_documents][-MAX_EDGES:]
+
+    # 3. Sum the documents up to each.
     scale = tokens_per_step / tokens[-1]
     seen = 2.0 * spec.attended(lengths)
-    values = np.stack([counts, lengths * counts, seen * counts, seen * seen * counts], 1)
-    sums = np.concatenate([np.zeros((1, 4)), np.cumsum(values, 0)[upto - 1] * scale])
-    longer = np.searchsorted(np.cumsum(counts) * scale, sums[:, 0] - np.log(2), side="right")
-    return Tally(edges, sums, longest=lengths[np.minimum(longer, len(lengths) - 1)].astype(float))
+    columns = [counts, lengths * counts, seen * counts, seen * seen * counts]
+    sums = np.cumsum(np.stack(columns, 1), 0)[num_lengths - 1] * scale
+    sums = np.concatenate([np.zeros((1, 4)), sums])
+
+    # 4. The median of a step's longest document: of documents that are longer, a step has ln 2 on
+    #    average, and none with a probability of one half.
+    documents = np.cumsum(counts) * scale
+    median = np.searchsorted(documents, sums[:, 0] - np.log(2), side="right")
+    median = np.minimum(median, len(lengths) - 1)
+    return Tally(edges, sums, longest=lengths[median].astype(float))
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Groups from short to long: `ends`, indices of their last edge (1 to E); `layouts`, theirs; `seconds` as the program has them."""
+    """Groups from short to long.
+
+    `ends`: index of each group's last edge, 1 to E.
+    `layouts`: index of each group's layout.
+    `seconds`: of a step, without what it takes once.
+    """
 
     ends: tuple[int, ...]
     layouts: tuple[int, ...]
     seconds: float
 
 
-def assignments(
-    cost: np.ndarray, present: np.ndarray, switch: np.ndarray, last: np.ndarray | None = None, groups: int = MOST_GROUPS, most: int = 8
+def best_assignments(
+    cost: np.ndarray,
+    present: np.ndarray,
+    switch: np.ndarray,
+    last: np.ndarray | None = None,
+    max_groups: int = MAX_GROUPS,
+    limit: int = 8,
 ) -> list[Assignment]:
-    """The best assignments, cheapest first: the best of each number of groups and of each layout of the shortest group.
+    """The best assignments, cheapest first, `limit` at most.
 
-    `cost`: float64 [E, E + 1, K], seconds of documents between edges i and j under layout k, inf where it cannot; `present`: [E, E + 1],
-    how often a step has such documents; `switch`: [K, K], seconds to enter layout l where k computes the next longer group; `last`: [K],
-    seconds that the longest group's layout adds. A step takes the sum of all. O(G E^2 K^2).
+    They are the best of each number of groups and of each layout of the shortest group. A step takes the sum of all seconds.
+    Takes O(G E^2 K^2) operations.
+
+    `cost`: float64 [E, E + 1, K], seconds of documents between edges i and j under layout k; inf where it is impossible.
+    `present`: float64 [E, E + 1], how often a step has such documents.
+    `switch`: float64 [K, K], seconds to enter layout l where k computes the next longer group.
+    `last`: float64 [K], seconds that the longest group's layout adds.
     """
-    count, _, number = cost.shape
-    least = cost[:, count, :] + (0.0 if last is None else last)
-    tables, chosen = [least], list[np.ndarray]()
-    entered = present[:, :, None, None] * switch.T[None, None]  # [i, j, l, k]: l shorter, k longer
-    for _ in range(1, min(groups, count)):
-        longer = np.full((count + 1, number), np.inf)
-        longer[:count] = tables[-1]
-        through = longer[None, :, None, :] + entered
+    num_edges, _, num_layouts = cost.shape
+
+    # 1. Table g has the least seconds of documents above each edge in g + 1 groups, by the layout
+    #    of the shortest: [E, K].
+    tables = [cost[:, num_edges, :] + (0.0 if last is None else last)]
+    choices: list[np.ndarray] = []
+    switch_s = present[:, :, None, None] * switch.T[None, None]  # [i, j, l, k]: l shorter, k longer
+    for _ in range(1, min(max_groups, num_edges)):
+        longer = np.full((num_edges + 1, num_layouts), np.inf)
+        longer[:num_edges] = tables[-1]
+        through = longer[None, :, None, :] + switch_s
         best_k = through.argmin(3)
-        total = cost + np.take_along_axis(through, best_k[..., None], 3)[..., 0]
-        best_j = total.argmin(1)  # [i, l]
-        tables.append(np.take_along_axis(total, best_j[:, None, :], 1)[:, 0])
-        k = np.take_along_axis(best_k, best_j[:, None, :], 1)[:, 0]
-        chosen.append(np.stack([best_j, k], -1))
-    ends = [(float(tables[g][0, k]), g, k) for g in range(len(tables)) for k in range(number) if np.isfinite(tables[g][0, k])]
-    found: list[Assignment] = []
-    for seconds, g, k in sorted(ends)[:most]:
-        found.append(_followed(chosen, g, k, count, seconds))
-    return found
+        least_s = np.take_along_axis(through, best_k[..., None], 3)[..., 0]
+        total = cost + least_s
+        best_j = total.argmin(1)[:, None, :]  # [i, 1, l]
+        tables.append(np.take_along_axis(total, best_j, 1)[:, 0])
+        best_k = np.take_along_axis(best_k, best_j, 1)
+        choices.append(np.stack([best_j[:, 0], best_k[:, 0]], -1))
+
+    # 2. Follow the choices of the best.
+    firsts = []
+    for g, table in enumerate(tables):
+        for k in np.flatnonzero(np.isfinite(table[0])).tolist():
+            firsts.append((float(table[0, k]), g, k))
+    return [_follow_choices(choices[:g], k, num_edges, seconds) for seconds, g, k in sorted(firsts)[:limit]]
 
 
-def _followed(chosen: Sequence[np.ndarray], groups: int, layout: int, count: int, seconds: float) -> Assignment:
-    """The assignment behind an entry of the table of `groups` + 1 groups."""
-    i, ends, layouts = 0, list[int](), [layout]
-    for table in range(groups - 1, -1, -1):
-        i, layout = map(int, chosen[table][i, layout])
+def _follow_choices(
+    choices: Sequence[np.ndarray],
+    layout: int,
+    num_edges: int,
+    seconds: float,
+) -> Assignment:
+    """The assignment whose shortest group has this layout.
+
+    `choices`: for each further group int64 [E, K, 2], where the next longer one begins and its layout.
+    """
+    i = 0
+    ends: list[int] = []
+    layouts = [layout]
+    for choice in reversed(choices):
+        i, layout = map(int, choice[i, layout])
         ends.append(i)
         layouts.append(layout)
-    return Assignment((*ends, count), tuple(layouts), seconds)
+    return Assignment((*ends, num_edges), tuple(layouts), seconds)

@@ -1,8 +1,8 @@
 """Candidates: every layout of whole packs that a model and a world allow, as arrays; and why each of the others is refused.
 
-A candidate is a mesh (a degree of each axis, virtual stages), an order of the pipeline and its policies (ZeRO, recomputation). The rules
-are those of `layout.legal`. Beyond these a candidate is refused that is another one under a second name, or can never be better
-than it.
+A candidate is a mesh (a degree of each axis, virtual stages), an order of the pipeline and its policies (ZeRO,
+recomputation). The rules are those of `layout.legal`. A candidate is also refused if it is another one under a second name,
+or can never be better than it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,16 @@ from longshift.layout.legal import mesh_faults, pipeline_faults
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.spec.model import ModelSpec
 
-VIRTUAL = (1, 2, 4, 8)  # model chunks a pipeline rank: the bubble halves with each, and messages double
+VIRTUAL = (
+    1,
+    2,
+    4,
+    8,
+)  # model chunks a pipeline rank: the bubble halves with each, and messages double
 ZERO = (0, 1, 2, 3)
 ORDERS = ("1f1b", "gpipe")  # codes: positions here
-CHOICES = (*axes.names(), "virtual", "order", "zero", "recompute")  # what a person can fix
+POLICIES = ("virtual", "order", "zero", "recompute")
+CHOICES = (*axes.names(), *POLICIES)  # what a person can fix
 
 Fixed = Mapping[str, Sequence[int | str]]
 
@@ -44,12 +50,13 @@ class Candidates:
         return len(self.tp)
 
     def take(self, index: np.ndarray | slice) -> "Candidates":
-        """Some of the candidates, by index, mask or slice."""
-        return Candidates(*(getattr(self, f.name)[index] for f in fields(self)))
+        """The candidates at an index, mask or slice."""
+        return Candidates(**{name: column[index] for name, column in vars(self).items()})
 
-    def columns(self) -> np.ndarray:
-        """int64 [candidates, 9], the fields in their order."""
-        return np.stack([getattr(self, f.name) for f in fields(self)], 1)
+    def columns(self, names: Sequence[str] = ()) -> np.ndarray:
+        """Fields side by side, int64 [candidates, names]; all of them without `names`."""
+        names = names or [field.name for field in fields(self)]
+        return np.stack([getattr(self, name) for name in names], 1)
 
     def degree(self, axis: str) -> np.ndarray:
         return getattr(self, axis)
@@ -77,104 +84,162 @@ class Candidates:
         return self._ranks_along(axes.AXES)
 
     def layout(self, index: int) -> Layout:
-        """The candidate as a layout."""
-        values = {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
-        order, recompute = ORDERS[values.pop("order")], RECOMPUTE[values.pop("recompute")]
+        """One candidate as a layout."""
+        values = {name: int(column[index]) for name, column in vars(self).items()}
+        order = ORDERS[values.pop("order")]
+        recompute = RECOMPUTE[values.pop("recompute")]
         return Layout(**values, order=order, recompute=recompute)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> "Candidates":
-        """Candidates of whole packs as candidates."""
+        """Layouts of whole packs as candidates."""
         rows = []
         for layout in layouts:
-            policies = layout.virtual, ORDERS.index(layout.order), layout.zero, recompute_code(layout)
-            rows.append((*map(layout.degree, axes.names()), *policies))
-        return cls(*np.array(rows, np.int64).reshape(len(rows), 9).T)
+            order = ORDERS.index(layout.order)
+            policies = [layout.virtual, order, layout.zero, recompute_code(layout)]
+            rows.append([*map(layout.degree, axes.names()), *policies])
+        return cls.from_rows(np.array(rows, np.int64).reshape(len(rows), len(CHOICES)))
+
+    @classmethod
+    def from_rows(cls, rows: np.ndarray) -> "Candidates":
+        """From int64 [candidates, fields]."""
+        columns = np.ascontiguousarray(rows.T)
+        return cls(**dict(zip(CHOICES, columns)))
 
 
 @dataclass(frozen=True, eq=False)
 class Enumeration:
-    """The candidates that are possible. `refused`: number of the others by reason, each under its first one; `total`: of all."""
+    """The candidates that are possible.
+
+    `refused`: number of the others by reason, each under its first one.
+    `total`: number of all.
+    """
 
     candidates: Candidates
     refused: Mapping[str, int]
     total: int
 
 
-def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None, float8: bool = False) -> Enumeration:
-    """Every candidate on `world` ranks whose choices are among those `fixed`. `float8`: whether matmuls take factors of eight bits. Raises
-    UsageError for a choice that does not exist."""
+def enumerate_layouts(
+    spec: ModelSpec,
+    world: int,
+    fixed: Fixed | None = None,
+    float8: bool = False,
+) -> Enumeration:
+    """Enumerate the candidates on `world` ranks whose choices are among those `fixed`.
+
+    `float8`: whether matmuls take factors of eight bits.
+    Raises UsageError for a choice that does not exist.
+    """
     choices = _choices(world, fixed or {})
+
+    # 1. Meshes: every product of the other degrees that divides the world leaves one for dp.
     names = axes.names()
-    others = [name for name in names if name != "dp"]
-    grid = _product([choices[name] for name in others])
+    free_names = [name for name in names if name != "dp"]
+    grid = _product([choices[name] for name in free_names])
     grid = grid[world % grid.prod(1) == 0]
-    meshes = np.insert(grid, names.index("dp"), world // grid.prod(1), axis=1)
-    meshes = meshes[np.isin(meshes[:, names.index("dp")], choices["dp"])]
-    policies = _product([choices[name] for name in ("virtual", "order", "zero", "recompute")])
-    of_order = np.lexsort(meshes.T)
-    whole = np.concatenate([np.repeat(meshes[of_order], len(policies), 0), np.tile(policies, (len(meshes), 1))], 1)
-    everything = Candidates(*np.ascontiguousarray(whole.T))
-    possible, refused = np.ones(len(everything), bool), dict[str, int]()
-    for reason, wrong in {**illegal(spec, everything, float8), **_second_names(everything, choices)}.items():
-        if count := int((wrong & possible).sum()):
+    dp_column = names.index("dp")
+    meshes = np.insert(grid, dp_column, world // grid.prod(1), axis=1)
+    meshes = meshes[np.isin(meshes[:, dp_column], choices["dp"])]
+    meshes = meshes[np.lexsort(meshes.T)]
+
+    # 2. Each with every policy.
+    policies = _product([choices[name] for name in POLICIES])
+    rows = np.hstack([np.repeat(meshes, len(policies), 0), np.tile(policies, (len(meshes), 1))])
+    candidates = Candidates.from_rows(rows)
+
+    # 3. Refuse.
+    is_possible = np.ones(len(candidates), bool)
+    refused: dict[str, int] = {}
+    reasons = violations(spec, candidates, float8) | _second_names(candidates, choices)
+    for reason, is_wrong in reasons.items():
+        if count := int((is_wrong & is_possible).sum()):
             refused[reason] = count
-        possible &= ~wrong
-    return Enumeration(everything.take(possible), refused, len(everything))
+        is_possible &= ~is_wrong
+    return Enumeration(candidates.take(is_possible), refused, len(candidates))
 
 
-def illegal(spec: ModelSpec, at: Candidates, float8: bool = False) -> dict[str, np.ndarray]:
-    """Which candidates break each rule of `layout.legal`, bool [candidates] by rule. Rules ask for degrees that many candidates share."""
-    broken: dict[str, np.ndarray] = {}
-    mesh = tuple(axis.name for axis in axes.token_axes())
-    asked = (
+def violations(
+    spec: ModelSpec,
+    candidates: Candidates,
+    float8: bool = False,
+) -> dict[str, np.ndarray]:
+    """Which candidates break each rule of `layout.legal`, bool [candidates] by rule."""
+    mesh = [axis.name for axis in axes.token_axes()]
+    checks = (
         (mesh, lambda layout: mesh_faults(spec, layout, float8)),
-        (("pp", "virtual", "order"), lambda layout: pipeline_faults(spec, layout)),
+        (["pp", "virtual", "order"], lambda layout: pipeline_faults(spec, layout)),
     )
-    for names, faults_of in asked:
-        columns = np.stack([getattr(at, name) for name in names], 1)
-        first, index = np.unique(columns, axis=0, return_index=True, return_inverse=True)[1:]
-        rules: dict[str, list[int]] = {}
-        for number, place in enumerate(first.tolist()):
-            for fault in faults_of(at.layout(place)):
-                rules.setdefault(fault.rule, []).append(number)
-        broken |= {rule: np.isin(index.reshape(-1), numbers) for rule, numbers in rules.items()}
-    return broken
+    is_broken: dict[str, np.ndarray] = {}
+    for names, find_faults in checks:
+        # Many candidates share the degrees that a check asks for: ask once for each distinct row.
+        _, first, row = np.unique(
+            candidates.columns(names),
+            axis=0,
+            return_index=True,
+            return_inverse=True,
+        )
+        rows_by_rule: dict[str, list[int]] = {}
+        for number, index in enumerate(first.tolist()):
+            for fault in find_faults(candidates.layout(index)):
+                rows_by_rule.setdefault(fault.rule, []).append(number)
+        for rule, rows in rows_by_rule.items():
+            is_broken[rule] = np.isin(row.reshape(-1), rows)
+    return is_broken
 
 
-def unevenness(spec: ModelSpec, at: Candidates) -> np.ndarray:
-    """How much longer than the mean rank's the turn of the rank with most query heads takes, float64 [candidates]: 1 where they divide."""
-    ranks = at.tp * at.ulysses
-    return np.ceil(np.ceil(spec.heads / at.tp) / at.ulysses) * ranks / spec.heads
+def unevenness(spec: ModelSpec, candidates: Candidates) -> np.ndarray:
+    """Time of the rank with most query heads over the mean rank's, float64 [candidates]; 1 where they divide."""
+    ranks = candidates.tp * candidates.ulysses
+    return np.ceil(np.ceil(spec.heads / candidates.tp) / candidates.ulysses) * ranks / spec.heads
 
 
 def _choices(world: int, fixed: Fixed) -> dict[str, np.ndarray]:
     """Codes of each choice, ascending."""
     for name in fixed:
         if name not in CHOICES:
-            raise UsageError(f"{name!r} is nothing that a plan chooses{did_you_mean(name, CHOICES)}")
+            raise UsageError(
+                f"{name!r} is nothing that a plan chooses{did_you_mean(name, CHOICES)}",
+            )
     divisors = [n for n in range(1, int(world**0.5) + 1) if world % n == 0]
     divisors = sorted({*divisors, *(world // n for n in divisors)})
-    known: dict[str, Sequence[int | str]] = dict.fromkeys(axes.names(), divisors)
-    known |= {"virtual": VIRTUAL, "order": ORDERS[:1], "zero": ZERO, "recompute": RECOMPUTE}
-    words = {"order": ORDERS, "recompute": RECOMPUTE}
-    found = {}
-    for name, values in {**known, **fixed}.items():
-        if name in words and (unknown := [str(value) for value in values if value not in words[name]]):
-            raise UsageError(f"{name} {unknown[0]!r} does not exist{did_you_mean(unknown[0], words[name])}")
-        found[name] = np.unique([words[name].index(str(v)) if name in words else int(v) for v in values]).astype(np.int64)
-    return found
+    values_by_name: dict[str, Sequence[int | str]] = dict.fromkeys(axes.names(), divisors)
+    values_by_name |= {
+        "virtual": VIRTUAL,
+        "order": ORDERS[:1],
+        "zero": ZERO,
+        "recompute": RECOMPUTE,
+    }
+    values_by_name |= fixed
+    for name, words in (("order", ORDERS), ("recompute", RECOMPUTE)):
+        values_by_name[name] = [_code(name, words, str(value)) for value in values_by_name[name]]
+    return {name: np.unique(np.array(values, np.int64)) for name, values in values_by_name.items()}
 
 
-def _second_names(at: Candidates, choices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Candidates that are others, where these are among the choices."""
-    least = int(choices["zero"].min())
+def _code(name: str, words: Sequence[str], word: str) -> int:
+    if word not in words:
+        raise UsageError(f"{name} {word!r} does not exist{did_you_mean(word, words)}")
+    return words.index(word)
+
+
+def _second_names(
+    candidates: Candidates,
+    choices: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """Which candidates are others under a second name, bool [candidates] by reason."""
+    min_zero = int(choices["zero"].min())
+    is_alone = candidates.holders == 1
+    is_gpipe = candidates.order == ORDERS.index("gpipe")
+    # Without a pipeline all orders are alike: gpipe is dropped where another one can be chosen.
+    has_another = len(choices["order"]) > 1
+    needless_zero = f"ZeRO above z{min_zero} where one rank holds each weight"
     return {
-        f"ZeRO above z{least} where one rank holds each weight": (at.holders == 1) & (at.zero > least),
-        "gpipe without a pipeline": (at.pp == 1) & (at.order == ORDERS.index("gpipe")) & (len(choices["order"]) > 1),
+        needless_zero: is_alone & (candidates.zero > min_zero),
+        "gpipe without a pipeline": (candidates.pp == 1) & is_gpipe & has_another,
     }
 
 
 def _product(values: Sequence[np.ndarray]) -> np.ndarray:
-    """int64 [combinations, values], the last varying fastest."""
-    return np.stack([grid.reshape(-1) for grid in np.meshgrid(*values, indexing="ij")], 1)
+    """Every combination, int64 [combinations, values], the last varying fastest."""
+    grids = np.meshgrid(*values, indexing="ij")
+    return np.stack([grid.reshape(-1) for grid in grids], 1)

@@ -7,14 +7,16 @@ A rank computes micro-batches on the slowest stage, waits while the pipeline fil
 
     slot: forward, recomputation and backward of a stage's units, and the traffic that they do not hide
 
-What a turn takes is `simulate.cost`'s, what hides what is the program's: ZeRO-3 gathers a unit under the one before, gradients are
-reduced under the backward, keys travel under attention. For even stages a slot is that of the clock, which has the last word.
+The seconds of a turn are those of `simulate.cost`, and overlap is that of the program: ZeRO-3 gathers a unit under the one
+before, gradients are reduced under the backward, keys travel under attention. For even stages a slot is that of the clock,
+which has the last word.
 
-Of a group only sums over its documents are known. A step has the group with probability p = 1 - exp(-documents). Where it has, the busiest
-replica has its share of the tokens, or one document if that is more, in packs that are not quite full.
+Of a group only sums over its documents are known. A step has the group with probability p = 1 - exp(-documents). Where it
+has, the busiest replica has its share of the tokens, or one document if that is more, in packs that are not quite full.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,14 +26,16 @@ from longshift.simulate.clock import update_bytes
 from longshift.simulate.cost import Cost, Mesh, Work
 
 AT_ONCE = 8192  # candidates in one array; of 30,000 in one, each took a third longer
+TINY = 1e-9  # keeps divisions by the sums of an empty group finite
 UNFILLED = 0.25  # of a document's length, that a pack leaves empty at its end: assumed
-# What is left of the wait for the dearest pack: dp8.ring2.u2 and dp4.u8 of 13B on real draws of lognormal(6.5, 1.65) take 6 to 8 % longer
-# under ZeRO-2 and 3 than replicas that wait at the end, and packs dealt at random would take 30 %.
+# What is left of the wait for the largest pack: dp8.ring2.u2 and dp4.u8 of 13B on real draws of
+# lognormal(6.5, 1.65) take 6 to 8 % longer under ZeRO-2 and 3 than replicas that wait at the end,
+# and packs in random order would take 30 %.
 ALIGNED = 0.25
 
 
 @dataclass(frozen=True)
-class Load:
+class GroupLoad:
     """Documents of one or more groups, of a mean step. Arrays of one length, or numbers.
 
     documents  number
@@ -47,9 +51,9 @@ class Load:
     fourths: np.ndarray
     longest: np.ndarray
 
-    def take(self, index: np.ndarray | slice) -> "Load":
-        """Those of some of the groups."""
-        return Load(**{name: values[index] for name, values in vars(self).items()})
+    def take(self, index: np.ndarray | slice) -> "GroupLoad":
+        """The groups at an index, mask or slice."""
+        return GroupLoad(**{name: values[index] for name, values in vars(self).items()})
 
     @property
     def probability(self) -> np.ndarray:
@@ -59,108 +63,189 @@ class Load:
 
 @dataclass(frozen=True, eq=False)
 class GroupSeconds:
-    """Float64 [candidates]. `group`: of a mean step's documents; `once`: of a step besides, however many groups it has."""
+    """Expected seconds of groups, float64 [candidates].
+
+    `group`: of a mean step's documents.
+    `once`: of a step besides, however many groups it has.
+    """
 
     group: np.ndarray
     once: np.ndarray
 
 
-def group_seconds(cost: Cost, at: Candidates, capacity: np.ndarray | float, load: Load) -> GroupSeconds:
+def group_seconds(
+    cost: Cost,
+    candidates: Candidates,
+    capacity: np.ndarray | float,
+    load: GroupLoad,
+) -> GroupSeconds:
     """Expected seconds of groups of documents, one for each candidate, in packs of up to `capacity` tokens."""
-    shape = (len(at),)
+    shape = (len(candidates),)
     capacity = np.broadcast_to(np.asarray(capacity, dtype=float), shape)
-    load = Load(**{name: np.broadcast_to(values, shape) for name, values in vars(load).items()})
-    group, once = np.zeros(shape), np.zeros(shape)
-    for start in range(0, len(at), AT_ONCE):
+    sums = {name: np.broadcast_to(values, shape) for name, values in vars(load).items()}
+    load = GroupLoad(**sums)
+    group = np.zeros(shape)
+    once = np.zeros(shape)
+    for start in range(0, len(candidates), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        group[part], once[part] = _group_seconds(cost, at.take(part), capacity[part], load.take(part))
+        seconds = _group_seconds(cost, candidates.take(part), capacity[part], load.take(part))
+        group[part] = seconds.group
+        once[part] = seconds.once
     return GroupSeconds(group, once)
 
 
-def _group_seconds(cost: Cost, at: Candidates, capacity: np.ndarray, load: Load) -> tuple[np.ndarray, np.ndarray]:
+def _group_seconds(
+    cost: Cost,
+    candidates: Candidates,
+    capacity: np.ndarray,
+    load: GroupLoad,
+) -> GroupSeconds:
     spec = cost.spec
+    dp = candidates.dp
     linear = spec.flops_per_token(0)
     quadratic = spec.flops_per_token(0.5) - linear
-    tokens = np.maximum(load.tokens, 1e-9)
-    probability = np.maximum(load.probability, 1e-9)
-    mean_length = load.squares / tokens  # of the document that a token is in
-    document = tokens / np.maximum(load.documents, 1e-9)
-    longest = np.maximum(load.longest, document)
-    seen = 2 * spec.attended(longest) / np.maximum(longest, 1e-9)  # the longest document's length, as far as it is seen
 
-    # 1. Packs of the busiest replica.
-    share = load.tokens / probability / at.dp
-    is_alone = longest * (linear + quadratic * seen) > share * (linear + quadratic * mean_length)
-    filled = np.where(2 * document > capacity, document, capacity - UNFILLED * mean_length)  # two long documents do not fit one pack
-    full_packs = np.maximum(1.0, np.ceil(share / filled - 1e-9))
-    micros = np.where(is_alone, 1.0, full_packs)
-    pack_tokens = np.maximum(np.where(is_alone, longest, share / micros), 1.0)
-    pairs = pack_tokens * np.where(is_alone, seen, mean_length) / 2
+    # 1. In a step that has the group, the busiest replica gets its share of the tokens. `length` is
+    #    that of the document which a token is in on average.
+    tokens = np.maximum(load.tokens, TINY)
+    probability = np.maximum(load.probability, TINY)
+    replica_tokens = load.tokens / probability / dp
+    length = load.squares / tokens
 
-    # 2. Under ZeRO-3 every micro-batch waits for the dearest of dp packs: sqrt(2 ln dp) deviations above the mean, at most one
-    # document, of which ALIGNED is left as replicas come to their dearest packs together.
-    spread = np.sqrt(load.fourths / np.maximum(load.squares, 1e-9) / np.maximum(mean_length * capacity, 1.0)) * np.sqrt(2 * np.log(at.dp))
-    flat = linear / quadratic
-    dearest = (flat + np.minimum(mean_length * (1 + spread), np.minimum(seen, capacity))) / (flat + mean_length)
-    waits = np.where((at.zero == 3) & (micros > 1), 1 + ALIGNED * np.maximum(dearest - 1, 0.0), 1.0)
+    # 2. Or it gets one document, if the longest one costs more. A sliding window sees only a part
+    #    of that document, which counts as if it were so long.
+    mean_length = tokens / np.maximum(load.documents, TINY)
+    longest = np.maximum(load.longest, mean_length)
+    seen_length = 2 * spec.attended(longest) / np.maximum(longest, TINY)
+    longest_flops = longest * (linear + quadratic * seen_length)
+    share_flops = replica_tokens * (linear + quadratic * length)
+    is_one_document = longest_flops > share_flops
 
-    seconds = step_seconds(cost, at, micros, pack_tokens, pairs)
-    group = seconds.group * unevenness(spec, at) * waits * probability
-    return np.where(load.documents > 0, group, 0.0), seconds.once
+    # 3. Pack it. Two long documents do not fit one pack.
+    holds_one = 2 * mean_length > capacity
+    filled = np.where(holds_one, mean_length, capacity - UNFILLED * length)
+    micros = np.maximum(1.0, np.ceil(replica_tokens / filled - 1e-9))
+    micros = np.where(is_one_document, 1.0, micros)
+    pack_tokens = np.where(is_one_document, longest, replica_tokens / micros)
+    pack_tokens = np.maximum(pack_tokens, 1.0)
+    pack_pairs = pack_tokens * np.where(is_one_document, seen_length, length) / 2
+
+    # 4. Under ZeRO-3 every micro-batch waits for the largest of dp packs. That is sqrt(2 ln dp)
+    #    deviations above the mean, and at most a pack with one document. ALIGNED of the wait is
+    #    left, as replicas come to their largest packs together.
+    variance = load.fourths / np.maximum(load.squares, TINY)
+    variance = variance / np.maximum(length * capacity, 1.0)
+    spread = np.sqrt(variance) * np.sqrt(2 * np.log(dp))
+    largest_length = np.minimum(length * (1 + spread), np.minimum(seen_length, capacity))
+    linear_length = linear / quadratic  # at which attention costs as much as all matmuls
+    largest_ratio = (linear_length + largest_length) / (linear_length + length)
+    wait = 1 + ALIGNED * np.maximum(largest_ratio - 1, 0.0)
+    wait = np.where((candidates.zero == 3) & (micros > 1), wait, 1.0)
+
+    seconds = step_seconds(cost, candidates, micros, pack_tokens, pack_pairs)
+    group_s = seconds.group * unevenness(spec, candidates) * wait * probability
+    return GroupSeconds(np.where(load.documents > 0, group_s, 0.0), seconds.once)
 
 
-def step_seconds(cost: Cost, at: Candidates, micros: np.ndarray, tokens: np.ndarray, pairs: np.ndarray) -> GroupSeconds:
-    """Seconds of a step with `micros` micro-batches a replica, of packs of so many `tokens` and causal `pairs` (sum of n^2/2)."""
-    constants, sizes = cost.rates.constants, cost.sizes
-    mesh = Mesh.of(at)
-    blocks = at.virtual * np.ceil(sizes.layers / (at.pp * at.virtual))  # of the slowest stage
-    weights = _weight_traffic(cost, at)
-    block = _block(cost, mesh, at, weights, micros, tokens, pairs)
+def step_seconds(
+    cost: Cost,
+    candidates: Candidates,
+    micros: np.ndarray,
+    tokens: np.ndarray,
+    pairs: np.ndarray,
+) -> GroupSeconds:
+    """Seconds of a step with `micros` micro-batches a replica.
 
-    # 1. Units of the slowest stage; the last one has fewer blocks, and the head.
-    head_s, embeddings_s = _ends(cost, mesh, at, tokens, pairs)
-    fewer_blocks = at.virtual * np.floor(sizes.layers / (at.pp * at.virtual)) - blocks
-    ends_s = np.where(at.pp > 1, np.maximum(embeddings_s, head_s + fewer_blocks * block.seconds), head_s + embeddings_s)
+    `tokens`, `pairs`: of each pack; causal pairs of tokens, the sum of n^2/2.
+    """
+    constants = cost.rates.constants
+    layers = cost.sizes.layers
+    pp = candidates.pp
+    virtual = candidates.virtual
+    zero = candidates.zero
+    mesh = Mesh.of(candidates)
+    weights = _weight_traffic(cost, candidates)
+    block = _block_seconds(cost, mesh, candidates, weights, micros, tokens, pairs)
+    head_s, embeddings_s = _end_seconds(cost, mesh, candidates, tokens, pairs)
+
+    # 1. Units of the slowest stage. The last one has fewer blocks, and the head.
+    blocks = virtual * np.ceil(layers / (pp * virtual))
+    fewer_blocks = virtual * np.floor(layers / (pp * virtual)) - blocks
+    last_stage_s = head_s + fewer_blocks * block.seconds
+    ends_s = np.where(pp > 1, np.maximum(embeddings_s, last_stage_s), head_s + embeddings_s)
     slot_s = blocks * block.seconds + ends_s
 
     # 2. The pipeline.
-    others_s = np.maximum(0.0, sizes.layers * block.seconds + head_s + embeddings_s - slot_s)
-    fill_s = others_s / at.virtual + stalled_s(micros, at.pp, at.virtual, blocks * block.forward_s, blocks * block.backward_s)
-    messages_s = 2 * (at.pp - 1.0) * _message_s(cost, at, tokens) * constants.messages
+    other_stages_s = np.maximum(0.0, layers * block.seconds + head_s + embeddings_s - slot_s)
+    stall_s = stalled_s(micros, pp, virtual, blocks * block.forward_s, blocks * block.backward_s)
+    fill_s = other_stages_s / virtual + stall_s
+    messages_s = 2 * (pp - 1.0) * _message_s(cost, candidates, tokens) * constants.messages
 
     # 3. What a step gathers and reduces once, under the first forward and the last backward.
     first_s = blocks * block.forward_window_s
     last_s = (blocks - 1) * block.backward_window_s
-    gathered_s, reduced_s = weights.once(at.zero, blocks)
-    gathered_shown_s = np.maximum(0.0, gathered_s - first_s)
-    reduced_shown_s = np.maximum(reduced_s / np.maximum(blocks, 1), np.maximum(0.0, reduced_s - last_s))
-    trained = weights.trained(blocks) / np.where(at.zero >= 1, at.holders, 1)
-    optimizer_s = cost.rates.elementwise_s(trained * update_bytes() * constants.update) + constants.begin_s
+    gathered_s, reduced_s, coded_s = weights.once(zero, blocks)
+    gathered_exposed_s = np.maximum(0.0, gathered_s - first_s)
+    last_unit_s = reduced_s / np.maximum(blocks, 1)
+    reduced_exposed_s = np.maximum(last_unit_s, np.maximum(0.0, reduced_s - last_s))
+    trained = weights.trained(blocks) / np.where(zero >= 1, candidates.holders, 1)
+    optimizer_bytes = trained * update_bytes() * constants.update
+    optimizer_s = cost.rates.elementwise_s(optimizer_bytes) + constants.begin_s
 
     # 4. Hidden traffic crowds the device; ranks wait for the slowest of them.
     per_node = cost.rates.fabric.per_node
-    crowd_of_tokens = cost.rates.crowd(at.sequence > per_node)
-    crowd_of_weights = cost.rates.crowd(at.sequence * at.dp > per_node)
-    crowded_s = micros * blocks * (crowd_of_tokens * block.hidden_tokens_s + crowd_of_weights * block.hidden_weights_s)
-    crowded_once_s = crowd_of_weights * (gathered_s - gathered_shown_s + reduced_s - reduced_shown_s)
-    waits = 1 + constants.jitter * np.log2(np.maximum(at.world, 1))
-    group_s = micros * slot_s + np.where(at.pp > 1, fill_s + messages_s, 0.0) + crowded_s
-    once_s = gathered_shown_s + reduced_shown_s + weights.coded_once(at.zero, blocks) + optimizer_s + crowded_once_s
-    return GroupSeconds(group_s * waits, once_s * waits)
+    token_crowd = cost.rates.crowd(candidates.sequence > per_node)
+    weight_crowd = cost.rates.crowd(candidates.sequence * candidates.dp > per_node)
+    crowded_block_s = token_crowd * block.hidden_tokens_s + weight_crowd * block.hidden_weights_s
+    hidden_once_s = gathered_s - gathered_exposed_s + reduced_s - reduced_exposed_s
+    wait = 1 + constants.jitter * np.log2(np.maximum(candidates.world, 1))
+
+    pipeline_s = np.where(pp > 1, fill_s + messages_s, 0.0)
+    group_s = micros * slot_s + pipeline_s + micros * blocks * crowded_block_s
+    once_s = gathered_exposed_s + reduced_exposed_s + coded_s + optimizer_s
+    once_s += weight_crowd * hidden_once_s
+    return GroupSeconds(group_s * wait, once_s * wait)
 
 
-def stalled_s(micros: np.ndarray, pp: np.ndarray, virtual: np.ndarray, forward_s: np.ndarray, backward_s: np.ndarray) -> np.ndarray:
-    """Seconds that an interleaved order loses where pp does not divide its micro-batches, each of which a stage computes in `forward_s` and
-    `backward_s`: the chunks of a group that is not full wait for each other. Where full groups come first, they fill its forward's gaps."""
-    left = micros % pp
+def stalled_s(
+    micros: np.ndarray,
+    pp: np.ndarray,
+    virtual: np.ndarray,
+    forward_s: np.ndarray,
+    backward_s: np.ndarray,
+) -> np.ndarray:
+    """Seconds that an interleaved order loses where pp does not divide its micro-batches.
+
+    The chunks of a group that is not full wait for each other.
+
+    `forward_s`, `backward_s`: of a micro-batch on a stage.
+    """
+    remainder = micros % pp
+    # Where full groups come first, they fill the gaps of the last group's forward.
     alone_s = np.where(micros < pp, forward_s, 0.0)
-    return np.where((virtual > 1) & (left > 0), (pp - left) * (virtual - 1) / virtual * (backward_s + alone_s), 0.0)
+    lost_s = (pp - remainder) * (virtual - 1) / virtual * (backward_s + alone_s)
+    return np.where((virtual > 1) & (remainder > 0), lost_s, 0.0)
+
+
+class _OnceSeconds(NamedTuple):
+    """Seconds of gathers, of reductions, and of coding both for the wire, float64 [candidates]."""
+
+    gathered_s: np.ndarray
+    reduced_s: np.ndarray
+    coded_s: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class _WeightTraffic:
-    """Seconds to gather the weights of a block, to sum its gradients at their owners and on all ranks, and to code either for the wire.
-    `elements`: a rank's weights of a block; `ends`: those of embeddings and head over these; `trained_shares`: of both."""
+    """Seconds of what happens to the weights of a block, float64 [candidates].
+
+    elements                        a rank's weights of a block
+    ends                            its weights of embeddings and head, over `elements`
+    trained_shares                  trained share of a block, and of the ends
+    gather_s                        to gather the weights
+    reduce_s, all_reduce_s          to sum gradients at their owners, and on all ranks
+    gather_coded_s, reduce_coded_s  to code either for the wire
+    """
 
     elements: np.ndarray
     ends: np.ndarray
@@ -173,55 +258,58 @@ class _WeightTraffic:
 
     def trained(self, blocks: np.ndarray) -> np.ndarray:
         """Trained weights of a rank."""
-        in_blocks, in_ends = self.trained_shares
-        return self.elements * (blocks * in_blocks + self.ends * in_ends)
+        block_share, ends_share = self.trained_shares
+        return self.elements * (blocks * block_share + self.ends * ends_share)
 
-    def once(self, zero: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is gathered and reduced once a step: ZeRO-1 and 2 gather all, 0 and 1 reduce all. The ends of the model are left."""
+    def once(self, zero: np.ndarray, blocks: np.ndarray) -> _OnceSeconds:
+        """Seconds of what is gathered and reduced once a step."""
+        # ZeRO-1 and 2 gather all units after the update, ZeRO-3 the ends of the model.
         units = blocks + self.ends
-        gather_s = self._gathered_once(zero, units) * self.gather_s
-        reduce_s = np.where(zero == 0, units * self.all_reduce_s, np.where(zero == 1, units, self.ends) * self.reduce_s)
-        return gather_s, reduce_s
-
-    def coded_once(self, zero: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Of coding what travels once a step."""
-        units = blocks + self.ends
-        reduced = np.where(zero == 0, 0.0, np.where(zero == 1, units, self.ends))
-        return self._gathered_once(zero, units) * self.gather_coded_s + reduced * self.reduce_coded_s
-
-    def _gathered_once(self, zero: np.ndarray, units: np.ndarray) -> np.ndarray:
-        return np.where((zero == 1) | (zero == 2), units, np.where(zero == 3, self.ends, 0.0))
+        gathered_ends = np.where(zero == 3, self.ends, 0.0)
+        gathered = np.where((zero == 1) | (zero == 2), units, gathered_ends)
+        reduced = np.where(zero == 1, units, self.ends)
+        all_reduce_s = units * self.all_reduce_s
+        coded_s = gathered * self.gather_coded_s
+        return _OnceSeconds(
+            gathered_s=gathered * self.gather_s,
+            reduced_s=np.where(zero == 0, all_reduce_s, reduced * self.reduce_s),
+            coded_s=coded_s + np.where(zero == 0, 0.0, reduced) * self.reduce_coded_s,
+        )
 
 
-def _weight_traffic(cost: Cost, at: Candidates) -> _WeightTraffic:
-    sizes, habits, rates = cost.sizes, cost.habits, cost.rates
-    elements = sizes.block_elements / at.weight_ranks
-    ends = np.where(at.pp > 1, 1.0, 2.0 - sizes.tied) * sizes.head_elements / sizes.block_elements
-    per_node = np.maximum(1, rates.fabric.per_node / at.weight_ranks)
+def _weight_traffic(cost: Cost, candidates: Candidates) -> _WeightTraffic:
+    sizes = cost.sizes
+    habits = cost.habits
+    rates = cost.rates
+    holders = candidates.holders
+    elements = sizes.block_elements / candidates.weight_ranks
+    num_ends = np.where(candidates.pp > 1, 1.0, 2.0 - sizes.tied)
+    per_node = np.maximum(1, rates.fabric.per_node / candidates.weight_ranks)
+    weight_bytes = elements * rates.element_bytes * habits.gathered
     gradient_bytes = elements * habits.gradient_bytes * habits.reduced * sizes.trained
-    is_coded = habits.reduce_coded > 0  # then gradients go by an all-to-all
-    all_reduce_s = rates.collective_s("all_reduce", gradient_bytes, at.holders, per_node)
-    gather_s = rates.collective_s("all_gather", elements * rates.element_bytes * habits.gathered, at.holders, per_node)
-    reduce_s = rates.collective_s("all_to_all" if is_coded else "reduce_scatter", gradient_bytes, at.holders, per_node)
+    # The owner decodes coded gradients before it sums them.
+    reduce = "all_to_all" if habits.reduce_coded > 0 else "reduce_scatter"
 
     def coded_s(element_bytes: float) -> np.ndarray:
-        return np.where(at.holders > 1, rates.elementwise_s(elements * element_bytes), 0.0) if element_bytes else np.zeros(len(at))
+        if not element_bytes:
+            return np.zeros(len(candidates))
+        return np.where(holders > 1, rates.elementwise_s(elements * element_bytes), 0.0)
 
     return _WeightTraffic(
         elements=elements,
-        ends=ends,
+        ends=num_ends * sizes.head_elements / sizes.block_elements,
         trained_shares=(sizes.trained, sizes.head_trained),
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        all_reduce_s=all_reduce_s,
+        gather_s=rates.collective_s("all_gather", weight_bytes, holders, per_node),
+        reduce_s=rates.collective_s(reduce, gradient_bytes, holders, per_node),
+        all_reduce_s=rates.collective_s("all_reduce", gradient_bytes, holders, per_node),
         gather_coded_s=coded_s(habits.gather_coded),
         reduce_coded_s=coded_s(habits.reduce_coded * sizes.trained),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Block:
-    """Seconds of a block on one pack.
+class _BlockSeconds:
+    """Seconds of a block on one pack, float64 [candidates].
 
     forward_s, backward_s                 with the traffic that they do not hide; recomputation is the backward's
     forward_window_s, backward_window_s   in which links are free
@@ -240,82 +328,124 @@ class _Block:
         return self.forward_s + self.backward_s
 
 
-def _block(
-    cost: Cost, mesh: Mesh, at: Candidates, weights: _WeightTraffic, micros: np.ndarray, tokens: np.ndarray, pairs: np.ndarray
-) -> _Block:
+def _block_seconds(
+    cost: Cost,
+    mesh: Mesh,
+    candidates: Candidates,
+    weights: _WeightTraffic,
+    micros: np.ndarray,
+    tokens: np.ndarray,
+    pairs: np.ndarray,
+) -> _BlockSeconds:
+    # 1. The turns, and the seconds of each in which links are free.
     forward = cost.turn("block", "forward", "block", mesh, tokens, pairs)
-    again = cost.again(forward, at.recompute)
+    recompute = cost.again(forward, candidates.recompute)
     backward = cost.turn("block", "backward", "block", mesh, tokens, pairs)
-    backward = backward + cost.accumulated(mesh, cost.sizes.block_elements * cost.sizes.trained)
-    turns = forward, again, backward
-    forward_s, again_s, backward_s = (turn.exposed_s(cost.launch_s) for turn in turns)
-    free_s = [
-        np.maximum(0.0, turn_s - turn.waited_s - turn.under_attention_s) for turn, turn_s in zip(turns, (forward_s, again_s, backward_s))
-    ]
+    trained = cost.sizes.block_elements * cost.sizes.trained
+    backward = backward + cost.accumulated(mesh, trained)
 
-    # A block's gathers travel under the block before. Its reduction has what they leave of the backward, and of the next forward.
-    gather_s = np.where(at.zero == 3, weights.gather_s, 0.0)
-    reduce_s = np.where(at.zero >= 2, weights.reduce_s, 0.0)
-    windows = free_s[0], free_s[1] + free_s[2]
-    gathers_shown = [np.maximum(0.0, gather_s - window) for window in windows]
-    left = [np.maximum(0.0, window - gather_s) for window in windows]
-    last_shown_s = np.maximum(0.0, reduce_s - left[1])
-    shown_s = np.maximum(0.0, reduce_s - sum(left))
-    reduce_shown_s = shown_s + (last_shown_s - shown_s) / micros
+    def turn_seconds(work: Work) -> tuple[np.ndarray, np.ndarray]:
+        exposed_s = work.exposed_s(cost.launch_s)
+        free_s = np.maximum(0.0, exposed_s - work.waited_s - work.under_attention_s)
+        return exposed_s, free_s
 
-    gather_coded_s = np.where(at.zero == 3, weights.gather_coded_s, 0.0)
-    reduce_coded_s = np.where(at.zero >= 2, weights.reduce_coded_s, 0.0)
-    return _Block(
-        forward_s=forward_s + gathers_shown[0] + gather_coded_s,
-        backward_s=again_s + backward_s + gathers_shown[1] + reduce_shown_s + gather_coded_s + reduce_coded_s,
-        forward_window_s=left[0],
-        backward_window_s=np.maximum(0.0, left[1] - reduce_s),
-        hidden_tokens_s=np.asarray(sum(np.minimum(turn.under_attention_s, turn.attention_s) for turn in turns)),
-        hidden_weights_s=2 * gather_s - sum(gathers_shown) + reduce_s - reduce_shown_s,
+    forward_s, forward_free_s = turn_seconds(forward)
+    recompute_s, recompute_free_s = turn_seconds(recompute)
+    backward_s, backward_free_s = turn_seconds(backward)
+    backward_free_s = recompute_free_s + backward_free_s
+
+    # 2. A block's gathers travel under the block before. Its reduction has what they leave of the
+    #    backward, and of the next forward.
+    is_gathered = candidates.zero == 3
+    is_reduced = candidates.zero >= 2
+    gather_s = np.where(is_gathered, weights.gather_s, 0.0)
+    reduce_s = np.where(is_reduced, weights.reduce_s, 0.0)
+    forward_exposed_s = np.maximum(0.0, gather_s - forward_free_s)
+    backward_exposed_s = np.maximum(0.0, gather_s - backward_free_s)
+    forward_window_s = np.maximum(0.0, forward_free_s - gather_s)
+    backward_window_s = np.maximum(0.0, backward_free_s - gather_s)
+    last_exposed_s = np.maximum(0.0, reduce_s - backward_window_s)  # no forward follows
+    reduce_exposed_s = np.maximum(0.0, reduce_s - (forward_window_s + backward_window_s))
+    reduce_exposed_s = reduce_exposed_s + (last_exposed_s - reduce_exposed_s) / micros
+
+    # 3. What travels in another format is coded on the device.
+    gather_coded_s = np.where(is_gathered, weights.gather_coded_s, 0.0)
+    reduce_coded_s = np.where(is_reduced, weights.reduce_coded_s, 0.0)
+    turns = (forward, recompute, backward)
+    hidden_tokens_s = sum(np.minimum(turn.under_attention_s, turn.attention_s) for turn in turns)
+    total_backward_s = recompute_s + backward_s + backward_exposed_s + reduce_exposed_s
+    total_backward_s = total_backward_s + gather_coded_s + reduce_coded_s
+    hidden_gathers_s = 2 * gather_s - (forward_exposed_s + backward_exposed_s)
+    return _BlockSeconds(
+        forward_s=forward_s + forward_exposed_s + gather_coded_s,
+        backward_s=total_backward_s,
+        forward_window_s=forward_window_s,
+        backward_window_s=np.maximum(0.0, backward_window_s - reduce_s),
+        hidden_tokens_s=np.asarray(hidden_tokens_s),
+        hidden_weights_s=hidden_gathers_s + reduce_s - reduce_exposed_s,
     )
 
 
-def _ends(cost: Cost, mesh: Mesh, at: Candidates, tokens: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _end_seconds(
+    cost: Cost,
+    mesh: Mesh,
+    candidates: Candidates,
+    tokens: np.ndarray,
+    pairs: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the head with the loss, and of the embeddings, on one pack."""
-    table = cost.sizes.head_elements * cost.sizes.head_trained
-    rows = tokens / at.sequence
+    trained = cost.sizes.head_elements * cost.sizes.head_trained
+    rows = tokens / candidates.sequence
     loss_blocks = np.ceil(rows / rows_at_once(rows, cost.spec.width, cost.spec.vocab))
-    head = cost.turn("head", "loss", "", mesh, tokens, pairs) + cost.accumulated(mesh, table).times(loss_blocks)
-    embeddings = cost.accumulated(mesh, table, embeddings=True)
+    head = cost.turn("head", "loss", "", mesh, tokens, pairs)
+    head = head + cost.accumulated(mesh, trained).times(loss_blocks)
+    embeddings = cost.accumulated(mesh, trained, embeddings=True)
     for turn in ("forward", "backward"):
         embeddings = embeddings + cost.turn("embeddings", turn, "embed", mesh, tokens, pairs)
-
-    def seconds(work: Work) -> np.ndarray:
-        return work.compute_s(cost.launch_s) + work.waited_s
-
-    return seconds(head), seconds(embeddings)
+    head_s = head.compute_s(cost.launch_s) + head.waited_s
+    return head_s, embeddings.compute_s(cost.launch_s) + embeddings.waited_s
 
 
-def _message_s(cost: Cost, at: Candidates, tokens: np.ndarray) -> np.ndarray:
-    """Seconds of one residual stream to the next stage: each rank sends its share through its own card."""
-    size_bytes = tokens / at.sequence * cost.spec.width * cost.rates.element_bytes
-    ranks_of_stage = at.sequence * at.dp
-    near = np.where(ranks_of_stage < cost.rates.fabric.per_node, 2, 1)
-    return cost.rates.collective_s("send", size_bytes, 2, near)
+def _message_s(cost: Cost, candidates: Candidates, tokens: np.ndarray) -> np.ndarray:
+    """Seconds of one residual stream to the next stage."""
+    # Each rank sends its share through its own card.
+    rank_tokens = tokens / candidates.sequence
+    size_bytes = rank_tokens * cost.spec.width * cost.rates.element_bytes
+    stage_ranks = candidates.sequence * candidates.dp
+    per_node = np.where(stage_ranks < cost.rates.fabric.per_node, 2, 1)
+    return cost.rates.collective_s("send", size_bytes, 2, per_node)
 
 
-def switch_seconds(cost: Cost, at: Candidates, ahead_bytes: float) -> np.ndarray:
-    """Seconds that entering each layout's cut takes and bringing its gradients home, float64 [candidates]: every rank gets its weights from
-    all others and gives sums back. A slice goes to a node once and is passed on inside it. `ahead_bytes` of weights travel hidden."""
-    sizes, fabric, spec = cost.sizes, cost.rates.fabric, cost.spec
-    world = at.world
-    wanted = (spec.layers * sizes.block_elements + (2.0 - spec.tied) * sizes.head_elements) / at.pp / at.weight_ranks
+def switch_seconds(cost: Cost, candidates: Candidates, prefetch_bytes: float) -> np.ndarray:
+    """Seconds to switch to each layout and to bring its gradients home, float64 [candidates].
+
+    Every rank receives its weights from all others and gives its gradient sums back.
+
+    `prefetch_bytes`: weights of so many bytes arrive while the group before still computes.
+    """
+    sizes = cost.sizes
+    fabric = cost.rates.fabric
+    pp = candidates.pp
+    weight_ranks = candidates.weight_ranks
+    world = candidates.world
     per_node = np.minimum(fabric.per_node, world)
     nodes = np.ceil(world / per_node)
-    distinct = (
-        np.minimum(per_node, np.where(world / at.pp < per_node, at.weight_ranks * per_node * at.pp / world, at.weight_ranks)) / per_node
-    )
+    num_ends = 2.0 - cost.spec.tied
+    elements = cost.spec.layers * sizes.block_elements + num_ends * sizes.head_elements
+    wanted = elements / pp / weight_ranks
 
-    def moved_s(size_bytes: np.ndarray) -> np.ndarray:
-        inside = size_bytes * (per_node - 1) / per_node / fabric.node_bytes_per_s
-        between = size_bytes * distinct * (nodes - 1) / nodes / fabric.network_bytes_per_s
-        return np.maximum(inside, between)
+    # A slice crosses to a node once and is passed on inside it, so a rank's card carries only its
+    # share of what differs between the ranks of its node.
+    stages_share_node = world / pp < per_node
+    node_shards = np.where(stages_share_node, weight_ranks * per_node * pp / world, weight_ranks)
+    distinct = np.minimum(per_node, node_shards) / per_node
 
-    weights = cost.rates.element_bytes * wanted
-    hidden = np.minimum(1.0, ahead_bytes / np.maximum(weights, 1.0))
-    return moved_s(weights) * (1 - hidden) + moved_s(cost.habits.gradient_bytes * wanted)
+    def exchange_s(size_bytes: np.ndarray) -> np.ndarray:
+        inside_s = size_bytes * (per_node - 1) / per_node / fabric.node_bytes_per_s
+        between_s = size_bytes * distinct * (nodes - 1) / nodes / fabric.network_bytes_per_s
+        return np.maximum(inside_s, between_s)
+
+    weight_bytes = cost.rates.element_bytes * wanted
+    gradient_bytes = cost.habits.gradient_bytes * wanted
+    prefetched = np.minimum(1.0, prefetch_bytes / np.maximum(weight_bytes, 1.0))
+    return exchange_s(weight_bytes) * (1 - prefetched) + exchange_s(gradient_bytes)

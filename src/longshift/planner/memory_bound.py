@@ -1,20 +1,21 @@
-"""Bounds: bytes of a device that a candidate needs at the least, for arrays of candidates at once.
+"""Bounds: bytes of a device that a candidate needs at least, for arrays of candidates at once.
 
-    home       masters and moments, of this rank's share, where they lie on the device
+    home       masters and moments, of this rank's share, if they are on the device
     copies     of all units (z0 to z2) or of two (z3)
     sums       of gradients: all units on the way home (z0, z1) or at home (z2, z3), from the second micro-batch on; of a home outside
                the device, those of z1 alone
     kept       of the packs in flight, what each block keeps for its backward
-    turn       what the backward of one block, or the loss of some rows, needs beside these
+    turn       what the backward of one block, or the loss of some rows, needs besides
 
-What a block keeps and needs is recorded from the model (`simulate.turn_calls`), for each token of a pack. No bound is above what the ledger
-says of the same step (`weigh.needs`); tests compare. What only the ledger knows is left out: rounding of shares, messages, what does not
-grow with the pack.
+What a block keeps and needs is recorded from the model (`simulate.turn_calls`), for each token of a pack. No bound is above
+what the ledger says of the same step (`weigh.needs`); tests compare. The ledger alone knows the rest: rounding of shares,
+messages, what does not grow with the pack.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,13 +29,18 @@ from longshift.weigh.recorder import Transport
 from longshift.weigh.turn_profile import Part, Phase
 from longshift.workload.groups import Edge, home_layout
 
-LEAST_SHARE = 0.9  # of a stage's share of home, that the rank has at the least which needs most under a layout of other stages
+# Of a stage's share of home, that the fullest rank has at least under a layout of other stages.
+MIN_HOME_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained. `formats`: of weights, sums and moments; `transport`: NCCL stands for GPUs, gloo for CPUs; `outside`: whether all of
-    home may lie outside the device."""
+    """What is trained.
+
+    `formats`: of weights, sums and moments.
+    `transport`: NCCL stands for GPUs, gloo for CPUs.
+    `outside`: whether all of home may be outside the device.
+    """
 
     spec: ModelSpec
     formats: Format
@@ -43,116 +49,171 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Elements:
-    """Weights of one rank of a pipeline coordinate, in elements, arrays by candidate. `block`: of one block; `all`: of all units here;
-    `own`: its share of them where home is sharded."""
+class RankElements:
+    """Weights of one rank of a pipeline coordinate, in elements, float64 [candidates].
+
+    blocks   number of its blocks
+    block    elements of one
+    total    of all its units
+    sharded  its share of them if home is sharded
+    """
 
     blocks: np.ndarray
     block: np.ndarray
-    all: np.ndarray
-    own: np.ndarray
+    total: np.ndarray
+    sharded: np.ndarray
 
 
-def elements(spec: ModelSpec, at: Candidates, first: bool) -> Elements:
+def rank_elements(spec: ModelSpec, candidates: Candidates, is_first: bool) -> RankElements:
     """Weights on the first or the last pipeline coordinate."""
-    cut, whole, keys = _weights(spec, spec.layers)
-    replicated = np.maximum(1.0, at.weight_ranks / spec.kv_heads) if keys else 1.0
-    block = (cut - keys) / at.weight_ranks + keys / at.weight_ranks * replicated + whole
-    own_block = (cut - keys) / at.weight_ranks + keys / at.weight_ranks + whole / at.weight_ranks
-    blocks = blocks_of(spec, at, first)
+    weight_ranks = candidates.weight_ranks
+
+    # 1. A block. Ranks beyond the key/value heads have copies of these.
+    cut, uncut, keys = _block_elements(spec)
+    copies = np.maximum(1.0, weight_ranks / spec.kv_heads) if keys else 1.0
+    block_queries = (cut - keys) / weight_ranks
+    block = block_queries + keys / weight_ranks * copies + uncut
+    sharded_block = block_queries + keys / weight_ranks + uncut / weight_ranks
+    blocks = num_blocks(spec, candidates, is_first)
+
+    # 2. Embeddings and head.
     table = spec.vocab * spec.width
-    starts, ends = (first | (at.pp == 1)), ((not first) | (at.pp == 1))
-    positions = spec.max_positions * spec.width * spec.learned_positions
+    has_embeddings = is_first | (candidates.pp == 1)
+    has_head = (not is_first) | (candidates.pp == 1)
     if spec.tied:
-        ends_cut = np.full(len(at), float(table))
-        own_ends = np.where(at.pp == 1, 1.0, 0.5) * table
+        tables = np.full(len(candidates), float(table))
+        sharded_tables = np.where(candidates.pp == 1, 1.0, 0.5) * table
     else:
-        ends_cut = own_ends = (starts.astype(float) + ends) * table
-    norms = ends * spec.width
-    all_here = blocks * block + ends_cut / at.weight_ranks + starts * positions + norms
-    own = (blocks * own_block + own_ends / at.weight_ranks + (starts * positions + norms) / at.weight_ranks) / at.holders
-    return Elements(blocks, block, all_here, own)
+        tables = (has_embeddings.astype(float) + has_head) * table
+        sharded_tables = tables
+    positions = has_embeddings * (spec.max_positions * spec.width * spec.learned_positions)
+    norms = has_head * spec.width
+
+    total = blocks * block + tables / weight_ranks + positions + norms
+    sharded = blocks * sharded_block + sharded_tables / weight_ranks
+    sharded = sharded + (positions + norms) / weight_ranks
+    return RankElements(blocks, block, total, sharded / candidates.holders)
 
 
-def blocks_of(spec: ModelSpec, at: Candidates, first: bool) -> np.ndarray:
-    """Blocks of the first or the last pipeline coordinate, all its model chunks."""
-    each, extra = np.divmod(spec.layers, at.pp * at.virtual)
-    stage = np.where(first, 0, at.pp - 1)
-    found = np.zeros(len(at), np.int64)
-    for chunk in range(int(at.virtual.max(initial=1))):
-        found += np.where(chunk < at.virtual, each + (chunk * at.pp + stage < extra), 0)
-    return found
+def num_blocks(spec: ModelSpec, candidates: Candidates, is_first: bool) -> np.ndarray:
+    """Blocks of the first or the last pipeline coordinate, of all its model chunks, int64 [candidates]."""
+    blocks, extra = np.divmod(spec.layers, candidates.pp * candidates.virtual)
+    coord = np.where(is_first, 0, candidates.pp - 1)
+    total = np.zeros(len(candidates), np.int64)
+    for chunk in range(int(candidates.virtual.max(initial=1))):
+        chunk_blocks = blocks + (chunk * candidates.pp + coord < extra)
+        total += np.where(chunk < candidates.virtual, chunk_blocks, 0)
+    return total
 
 
-def in_flight(at: Candidates, micros: np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packs whose forward is done when the first backward begins on a coordinate, in passes through one of its model chunks; whether as
-    many are there again, and whether one is, when every unit has a sum of gradients."""
-    coord = np.where(first, 0, at.pp - 1)
-    ahead = np.where(at.virtual == 1, at.pp - 1 - coord, 2 * (at.pp - 1 - coord) + (at.virtual - 1) * at.pp)
-    summed = at.pp * (at.virtual - 1) + 1  # backwards after which each chunk has had one
-    interleaved, gpipe = at.virtual > 1, at.order == ORDERS.index("gpipe")
-    # An interleaved order takes pp micro-batches through all chunks, then begins with as many others.
-    rounds, rest = np.divmod(np.minimum(ahead + 1, at.pp * at.virtual), at.pp)
-    few, others = np.minimum(at.pp, micros), np.clip(micros - at.pp, 0, np.maximum(0, ahead + 1 - at.pp * at.virtual))
-    begun = np.where(interleaved, rounds * few + np.minimum(rest, few) + others, np.minimum(ahead + 1, micros))
-    once = np.where(interleaved, micros > at.pp, micros > 1)
-    full_groups = np.where(interleaved, micros // at.pp * at.pp, micros)
-    again = once & ~gpipe & (full_groups * at.virtual - ahead > summed)
-    return np.where(gpipe, micros, begun), again, once
+class InFlight(NamedTuple):
+    """Packs in flight on a pipeline coordinate, arrays [candidates].
+
+    `passes`: forwards through one of its model chunks before the first backward.
+    `refills`: whether as many are in flight again when every unit has a sum of gradients.
+    `accumulates`: whether one is, then.
+    """
+
+    passes: np.ndarray
+    refills: np.ndarray
+    accumulates: np.ndarray
 
 
-def device_bytes(
-    training: Training, at: Candidates, tokens: np.ndarray | float, micros: np.ndarray | float, at_home: float | None = None
+def in_flight(candidates: Candidates, micros: np.ndarray, is_first: bool) -> InFlight:
+    """Packs in flight on the first or the last pipeline coordinate. `micros`: of a replica."""
+    pp = candidates.pp
+    virtual = candidates.virtual
+    is_interleaved = virtual > 1
+    is_gpipe = candidates.order == ORDERS.index("gpipe")
+    coord = np.where(is_first, 0, pp - 1)
+    interleaved_warmup = 2 * (pp - 1 - coord) + (virtual - 1) * pp
+    warmup = np.where(virtual == 1, pp - 1 - coord, interleaved_warmup)
+
+    # An interleaved order takes rounds of pp micro-batches through each chunk, then begins with as many others.
+    rounds, remainder = np.divmod(np.minimum(warmup + 1, pp * virtual), pp)
+    round_micros = np.minimum(pp, micros)
+    later_micros = np.clip(micros - pp, 0, np.maximum(0, warmup + 1 - pp * virtual))
+    interleaved_passes = rounds * round_micros + np.minimum(remainder, round_micros) + later_micros
+    passes = np.where(is_interleaved, interleaved_passes, np.minimum(warmup + 1, micros))
+
+    # After so many backwards each chunk has had one.
+    first_backwards = pp * (virtual - 1) + 1
+    accumulates = np.where(is_interleaved, micros > pp, micros > 1)
+    full_rounds = np.where(is_interleaved, micros // pp * pp, micros)
+    refills = accumulates & ~is_gpipe & (full_rounds * virtual - warmup > first_backwards)
+    return InFlight(np.where(is_gpipe, micros, passes), refills, accumulates)
+
+
+def min_device_bytes(
+    training: Training,
+    candidates: Candidates,
+    tokens: np.ndarray | float,
+    micros: np.ndarray | float,
+    home_elements: float | None = None,
 ) -> np.ndarray:
-    """Bytes that the worst rank of each candidate needs at the least, float64 [candidates].
+    """Bytes that the fullest rank of each candidate needs at least, float64 [candidates].
 
-    `tokens`: of a pack, on all ranks that share it; `micros`: packs of a replica; `at_home`: elements of home that a rank has where
-    another layout cuts home.
+    `tokens`: of a pack, on all ranks that share it.
+    `micros`: packs of a replica.
+    `home_elements`: that a rank has of home where another layout cuts home.
     """
     tokens = np.asarray(tokens, dtype=float)
-    micros = np.broadcast_to(np.asarray(micros, dtype=np.int64), (len(at),))
-    block = block_bytes(training, at)
-    stages = (_stage_bytes(training, at, block, tokens, micros, at_home, first) for first in (True, False))
-    return np.maximum(*stages)
+    micros = np.broadcast_to(np.asarray(micros, dtype=np.int64), (len(candidates),))
+    block = block_bytes(training, candidates)
+    stages = [_stage_bytes(training, candidates, block, tokens, micros, home_elements, is_first) for is_first in (True, False)]
+    return np.max(stages, axis=0)
 
 
-def least_of_way(training: Training, edges: Sequence[Edge], tokens: int) -> float:
-    """Bytes that some rank needs of its device at the least in the largest step of `tokens` with documents for these groups. Streamed
-    groups and uneven stages are left out."""
-    home, at_home = home_layout(edges), None
+def min_plan_bytes(training: Training, edges: Sequence[Edge], tokens: int) -> float:
+    """Bytes that some rank needs of its device at least in the largest step of `tokens` with documents for these groups.
+
+    Streamed groups and uneven stages are left out.
+    """
+    home_elements = None
     if len(edges) > 1:
-        at = Candidates.of([home])
-        shares = (float(elements(training.spec, at, first).own[0]) for first in (True, False))
-        at_home = LEAST_SHARE * min(shares) if not home.stages else 0.0
-    least = 0.0
+        home = home_layout(edges)
+        home_elements = 0.0
+        if not home.stages:
+            candidates = Candidates.of([home])
+            ends = [rank_elements(training.spec, candidates, is_first) for is_first in (True, False)]
+            home_elements = MIN_HOME_SHARE * min(float(end.sharded[0]) for end in ends)
+    min_bytes = 0.0
     for edge in edges:
+        if edge.use.chunk or edge.use.stages:
+            continue
+        # With several groups every state is sharded.
         use = edge.use if len(edges) == 1 else replace(edge.use, zero=max(1, edge.use.zero))
-        if not use.chunk and not use.stages:
-            found = device_bytes(training, Candidates.of([use]), edge.pack, micro_count(tokens, edge), at_home)
-            least = max(least, float(found[0]))
-    return least
+        candidates = Candidates.of([use])
+        micros = micro_count(tokens, edge)
+        needs = min_device_bytes(training, candidates, edge.pack, micros, home_elements)
+        min_bytes = max(min_bytes, float(needs[0]))
+    return min_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class BlockBytes:
-    """Bytes of a block on one rank per token of a pack, float64 [candidates]. `kept`: until its backward; `turn`: in its backward besides;
-    `stream`: of the residual stream."""
+    """Bytes of a block on one rank per token of a pack, float64 [candidates].
+
+    `kept`: until its backward.
+    `turn`: in its backward besides.
+    `stream`: of the residual stream.
+    """
 
     kept: np.ndarray
     turn: np.ndarray
     stream: np.ndarray
 
 
-def block_bytes(training: Training, at: Candidates) -> BlockBytes:
+def block_bytes(training: Training, candidates: Candidates) -> BlockBytes:
     """What blocks keep and need under each candidate's mesh and recomputation."""
-    mesh = Mesh.of(at)
-    meshes, index = mesh.distinct
+    formats = training.formats
+    meshes, index = Mesh.of(candidates).distinct
 
-    def held(part: Part, phase: Phase, selective: bool = False) -> np.ndarray:
+    def recorded_bytes(part: Part, phase: Phase, selective: bool = False) -> np.ndarray:
         """Bytes of the graph and at the peak, [2, candidates]."""
-        formats = training.formats
-        kinds = (
-            TurnKind(
+        rows = []
+        for degrees in meshes:
+            kind = TurnKind(
                 spec=training.spec,
                 mesh=degrees,
                 unit="block",
@@ -164,99 +225,163 @@ def block_bytes(training: Training, at: Candidates) -> BlockBytes:
                 float8=formats.float8,
                 compiled=False,
             )
-            for degrees in meshes
-        )
-        return np.array([turn_calls(kind).held_bytes for kind in kinds]).reshape(-1, 2).T[:, index]
+            rows.append(turn_calls(kind).held_bytes)
+        return np.array(rows).reshape(-1, 2).T[:, index]
 
-    stream = training.formats.compute_bytes * training.spec.width / at.sequence
-    kept, turn = held("block", "forward")[0], held("block", "backward")[1]
-    if training.transport == "nccl" and training.formats.compute_bytes > 2:
-        turn = np.zeros(len(at))  # scores of float32 grow with the square of a document
-    is_selective, is_full = (at.recompute == RECOMPUTE.index(name) for name in ("selective", "full"))
-    if is_full.any():  # its backward makes the graph again, but for attention's output
-        output = held("block with output", "pass")[0]
-        kept, turn = np.where(is_full, output, kept), np.where(is_full, turn + np.maximum(0.0, kept - output), turn)
+    stream = formats.compute_bytes * training.spec.width / candidates.sequence
+    kept = recorded_bytes("block", "forward")[0]
+    turn = recorded_bytes("block", "backward")[1]
+    if training.transport == "nccl" and formats.compute_bytes > 2:
+        turn = np.zeros(len(candidates))  # scores of float32 grow with the square of a document
+    is_full = candidates.recompute == RECOMPUTE.index("full")
+    if is_full.any():
+        # The backward makes the graph again, except for attention's output.
+        output = recorded_bytes("block with output", "pass")[0]
+        turn = np.where(is_full, turn + np.maximum(0.0, kept - output), turn)
+        kept = np.where(is_full, output, kept)
+    is_selective = candidates.recompute == RECOMPUTE.index("selective")
     if is_selective.any():
-        kept = np.where(is_selective, held("block", "forward", selective=True)[0], kept)
+        selective_kept = recorded_bytes("block", "forward", selective=True)[0]
+        kept = np.where(is_selective, selective_kept, kept)
     return BlockBytes(kept=kept + stream, turn=turn + stream, stream=stream)
+
+
+class _ResidentBytes(NamedTuple):
+    """Bytes of a rank that do not depend on its packs, arrays [candidates].
+
+    `state`: masters and moments.
+    `copies`: of weights that are computed with.
+    `sums`, `home_sums`: of gradients, during a step and at its update.
+    """
+
+    state: np.ndarray
+    copies: np.ndarray
+    sums: np.ndarray
+    home_sums: np.ndarray
+
+
+def _resident_bytes(
+    training: Training,
+    candidates: Candidates,
+    rank: RankElements,
+    home_elements: float | None,
+) -> _ResidentBytes:
+    formats = training.formats
+    zero = candidates.zero
+    compute_bytes = formats.compute_bytes
+
+    # 1. Home and sums of gradients. Weights that are not trained have neither masters nor moments.
+    trained = _min_trained_share(training.spec)
+    sum_bytes = formats.home_bytes * trained
+    moment_bytes = formats.moments * formats.moment_bytes * trained
+    home = np.where(zero == 0, rank.total, rank.sharded)
+    if home_elements is not None:
+        home = np.full(len(candidates), home_elements)
+    state = (sum_bytes + moment_bytes + compute_bytes * (1 - trained)) * home
+    home_sums = sum_bytes * home
+    if training.outside:
+        state = home_sums = np.zeros(len(candidates))
+    sums = np.where(zero == 1, sum_bytes * rank.total, home_sums)
+
+    # 2. Working copies. Under ZeRO-0 masters of the compute format are the copies; ZeRO-3 gathers a
+    #    block while it computes another.
+    are_masters = formats.compute == formats.home and not training.outside
+    replicated = 0.0 if are_masters else compute_bytes * trained * rank.total
+    copies = np.where(zero == 0, replicated, compute_bytes * rank.total)
+    wire_bytes = formats.wire.bytes_of("weights", compute_bytes)
+    block_copies = np.where(rank.blocks > 1, 2 * compute_bytes + wire_bytes, compute_bytes)
+    is_gathered = (zero == 3) & (candidates.holders > 1)
+    copies = np.where(is_gathered, rank.block * block_copies, copies)
+    return _ResidentBytes(state, copies, sums, home_sums)
 
 
 def _stage_bytes(
     training: Training,
-    at: Candidates,
+    candidates: Candidates,
     block: BlockBytes,
     tokens: np.ndarray,
     micros: np.ndarray,
-    at_home: float | None,
-    first: bool,
+    home_elements: float | None,
+    is_first: bool,
 ) -> np.ndarray:
-    spec, formats = training.spec, training.formats
-    own = elements(spec, at, first)
-    small, least = formats.compute_bytes, _least_trained(spec)
+    """`min_device_bytes` of the first or the last pipeline coordinate."""
+    spec = training.spec
+    formats = training.formats
+    zero = candidates.zero
+    compute_bytes = formats.compute_bytes
+    rank = rank_elements(spec, candidates, is_first)
+    resident = _resident_bytes(training, candidates, rank, home_elements)
 
-    # 1. Home, working copies and sums of gradients.
-    wide = formats.home_bytes * least  # of a mean weight
-    kept_at_home = np.where(at.zero == 0, own.all, own.own) if at_home is None else np.full(len(at), at_home)
-    moments = formats.moments * formats.moment_bytes
-    state = (wide + moments * least + small * (1 - least)) * kept_at_home
-    sums_at_home = wide * kept_at_home
-    if training.outside:
-        state = sums_at_home = np.zeros(len(at))
-    same = formats.compute == formats.home
-    copies = np.where(at.zero == 0, 0.0 if same and not training.outside else small * least * own.all, small * own.all)
-    gathered = formats.wire.bytes_of("weights", small)
-    copies = np.where((at.zero == 3) & (at.holders > 1), own.block * np.where(own.blocks > 1, 2 * small + gathered, small), copies)
-    sums = np.where(at.zero >= 2, sums_at_home, np.where(at.zero == 1, wide * own.all, sums_at_home))
+    # 1. Packs in flight, and the loss.
+    packs = in_flight(candidates, micros, is_first)
+    kept = block.kept * tokens
+    in_flight_bytes = packs.passes * rank.blocks / candidates.virtual * kept
+    one_pack_bytes = np.minimum(packs.passes, 1) * rank.blocks / candidates.virtual * kept
+    rows = block.stream * tokens / (compute_bytes * spec.width)
+    loss_rows = np.minimum(np.maximum(spec.loss_rows, rows * spec.width / spec.vocab), rows)
+    has_head = (not is_first) | (candidates.pp == 1)
+    loss = has_head * (compute_bytes + max(4, compute_bytes)) * (loss_rows * spec.vocab)
 
-    # 2. Packs in flight, and the turn that needs most.
-    passes, again, once = in_flight(at, micros, first)
-    has_head = (not first) | (at.pp == 1)
-    rows = block.stream * tokens / (small * spec.width)
-    logits = np.minimum(np.maximum(spec.loss_rows, rows * spec.width / spec.vocab), rows) * spec.vocab
-    turn_of_block, kept = block.turn * tokens, block.kept * tokens
-    full = passes * own.blocks / at.virtual * kept
-    single = np.minimum(passes, 1) * own.blocks / at.virtual * kept
+    # 2. Under ZeRO-2 and 3 the sum of a unit is reduced while gradients are added to the next.
+    #    Coded gradients are there as they go out and as they come in, and their sum is not.
+    trained = _min_trained_share(spec)
+    sum_bytes = formats.home_bytes * trained
+    leaving_bytes = sum_bytes
+    if formats.wire.gradients != "float32":
+        coded_bytes = formats.wire.bytes_of("gradients", formats.home_bytes)
+        leaving_bytes = min(sum_bytes, 2 * coded_bytes * trained)
+    is_reduced = (zero >= 2) & (candidates.holders > 1)
+    has_two_blocks = rank.blocks >= 2 * candidates.virtual
+    two_sums = (sum_bytes + leaving_bytes) * rank.block
 
-    # 3. Under ZeRO-2 and 3 the sum of a unit is reduced while gradients are added to the next one's. Where matmuls add to it, it lies
-    # there during the whole turn: of the last block beside the head's, of the block before it beside that block's.
-    is_coded = formats.wire.gradients != "float32"  # then both what goes out and what comes in lie there, and the sum does not
-    leaving = min(wide, 2 * formats.wire.bytes_of("gradients", formats.home_bytes) * least) if is_coded else wide
-    is_reduced = (at.zero >= 2) & (at.holders > 1)
-    has_two_blocks = own.blocks >= 2 * at.virtual
-    beside_turn = np.zeros(len(at))
-    if adds_inside(small, formats.home_bytes, training.transport == "nccl"):
-        of_head = has_head * (not spec.tied) * leaving * spec.vocab * spec.width / at.weight_ranks
-        of_two_blocks = (wide + leaving) * own.block - kept
-        beside_turn = np.maximum(wide * own.block + of_head, np.where(has_two_blocks, of_two_blocks, 0.0))
-    turn = turn_of_block + np.where(is_reduced, beside_turn, 0.0)
-    turn = np.maximum(turn, has_head * (small + max(4, small)) * logits)
-    reducing = (wide + leaving) * own.block * (is_reduced & has_two_blocks)
-    at_sum = state + copies + np.where(once & (at.zero >= 2), sums, 0.0) + reducing
-    at_sum += np.maximum(0.0, np.where(again | ~once, full, single) - 2 * kept)
+    # 3. Where matmuls add to the sum, it is there during the whole turn: of the last block beside
+    #    the head's, of the block before it beside that block's.
+    turn = block.turn * tokens
+    if adds_inside(compute_bytes, formats.home_bytes, training.transport == "nccl"):
+        head_leaving = has_head * (not spec.tied) * leaving_bytes * spec.vocab * spec.width
+        beside_head = sum_bytes * rank.block + head_leaving / candidates.weight_ranks
+        beside_block = np.where(has_two_blocks, two_sums - kept, 0.0)
+        turn = turn + np.where(is_reduced, np.maximum(beside_head, beside_block), 0.0)
+    turn = np.maximum(turn, loss)
 
-    at_first = state + copies + full + turn
-    at_last = state + copies + sums + np.where(again, full, single) + turn
-    at_end = state + sums_at_home + np.where(at.zero == 3, 0.0, copies)
-    peaks = at_first, np.where(reducing > 0, at_sum, 0.0), at_end, np.where(once, at_last, 0.0)
-    return np.max(np.broadcast_arrays(*peaks), axis=0)
-
-
-def _all_trained(spec: ModelSpec) -> bool:
-    return spec.learned == spec.parameters
+    # 4. The largest of four moments: the first backward; where a unit's sum is reduced; the last
+    #    backward; the update.
+    refilled = np.where(packs.refills, in_flight_bytes, one_pack_bytes)
+    weights = resident.state + resident.copies
+    first_backward = weights + in_flight_bytes + turn
+    reducing = two_sums * (is_reduced & has_two_blocks)
+    reduced_kept = np.where(packs.accumulates, refilled, in_flight_bytes) - 2 * kept
+    reduction = weights + np.where(packs.accumulates & (zero >= 2), resident.sums, 0.0) + reducing
+    reduction = np.where(reducing > 0, reduction + np.maximum(0.0, reduced_kept), 0.0)
+    last_backward = weights + resident.sums + refilled + turn
+    last_backward = np.where(packs.accumulates, last_backward, 0.0)
+    update = resident.state + resident.home_sums + np.where(zero == 3, 0.0, resident.copies)
+    peaks = np.broadcast_arrays(first_backward, reduction, update, last_backward)
+    return np.max(peaks, axis=0)
 
 
 @lru_cache(maxsize=64)
-def _least_trained(spec: ModelSpec) -> float:
+def _min_trained_share(spec: ModelSpec) -> float:
     """The least share of a unit's weights that is trained."""
-    if _all_trained(spec):
+    if spec.learned == spec.parameters:
         return 1.0
-    units = (spec.of_unit(unit) for unit in range(spec.units))
-    return min(sum(p.elements for p in some if not p.frozen) / sum(p.elements for p in some) for some in units if some)
+    shares = []
+    for unit in range(spec.units):
+        params = spec.of_unit(unit)
+        if params:
+            trained = sum(param.elements for param in params if not param.frozen)
+            shares.append(trained / sum(param.elements for param in params))
+    return min(shares)
 
 
-def _weights(spec: ModelSpec, unit: int) -> tuple[float, float, float]:
-    """Elements of a block's weights that tensor parallelism cuts, that it leaves whole, and those of keys and values among the cut ones."""
-    cut = sum(p.elements for p in spec.params if p.unit == unit and p.dim is not None)
-    whole = sum(p.elements for p in spec.params if p.unit == unit and p.dim is None)
+def _block_elements(spec: ModelSpec) -> tuple[float, float, float]:
+    """Elements of a block that tensor parallelism cuts, that it leaves uncut, and those of keys and values among the cut ones."""
+    cut = uncut = 0.0
+    for param in spec.params:
+        if param.unit == spec.layers:
+            if param.dim is None:
+                uncut += param.elements
+            else:
+                cut += param.elements
     keys = 2.0 * spec.width * spec.kv_heads * spec.head_width
-    return float(cut), float(whole), keys
+    return cut, uncut, keys

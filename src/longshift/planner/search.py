@@ -1,11 +1,12 @@
 """The best layouts for the documents of a run: one for all, or one for each group of lengths.
 
-    every layout ─ rate cards ─> shortlist ─ ledger, clock ─> ways, fastest first
+    every layout ─ rate cards ─> shortlist ─ ledger, clock ─> plans, fastest first
 
-A shortlist (`planner.shortlist`) compares every layout and assignment by rate cards, within the device's memory or a part of it. The
-ledger weighs what it names, and the clock plays it as a run would (`planner.replay`); the fastest pipelines again with uneven stages
-(`planner.uneven`). What a run would try, and what it is compared with, is played on several steps. So what is chosen is, on the clock,
-never worse than the best single layout that was played. Where no whole pack fits, streamed layouts are tried.
+A shortlist (`planner.shortlist`) compares every layout and assignment by rate cards, within the device's memory or a part of
+it. The ledger weighs what it names, and the clock plays it as a run would (`planner.plan_evaluator`); the fastest pipelines
+again with uneven stages (`planner.balance_stages`). Plans that a run would try, and those that they are compared with, are
+played on several steps. So the choice is, on the clock, never worse than the best single layout that was played. Where no
+whole pack fits, streamed layouts are tried.
 """
 
 import gc
@@ -14,174 +15,224 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from longshift.errors import UsageError
+from longshift.planner.neighbors import complexity, first_of_meshes
+from longshift.planner.plan_evaluator import PlanCandidate, PlanEvaluator, has_one_cut
 from longshift.planner.remedies import remedies
-from longshift.planner.replay import Replay, Way, one_cut
-from longshift.planner.shortlist import CandidateTable, Problem, Rival, compare, shortlist, too_large
-from longshift.planner.siblings import first_of_meshes, plainness
+from longshift.planner.shortlist import (
+    CandidateTable,
+    Problem,
+    Rival,
+    compare,
+    find_rivals,
+    shortlist,
+)
 from longshift.planner.streaming import streamed_layouts
-from longshift.planner.task import Task
+from longshift.planner.task import Edges, PlanTask
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
-SHARES = (0.9, 0.8)  # of a device's memory, that other shortlists may fill: groups together need more than each alone
-SMALL_SHARES = (0.65, 0.5)  # where too few ways fit that the larger ones name
-NAMED = 5  # ways that a shortlist names, and ways of one cut of the weights
+SHARES = (
+    0.9,
+    0.8,
+)  # of a device's memory, that other shortlists may fill: groups together need more than each alone
+SMALL_SHARES = (0.65, 0.5)  # where too few plans fit that the larger ones name
+NAMED = 5  # plans that a shortlist names, and plans of one cut of the weights
 NAMED_SINGLES = 4  # of one layout
-ENOUGH = 3  # ways that fit
-MOST_RIVALS = 3  # that lack memory
-CLOSE = 1.05  # times as many seconds as the fastest way: calibrated clocks were off by 4 to 7 % in the median
-NEAR = 1.15  # the same of what is worth trying: of single ways calibrated clocks were off by up to 19 %
-TRIED = 6  # ways that a run tries, at most
-SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
+ENOUGH = 3  # plans that fit
+MAX_RIVALS = 3  # that lack memory
+CLOSE = 1.05  # times the seconds of the fastest plan: calibrated clocks were off by 4 to 7 % in the median
+NEAR = 1.15  # the same of what is worth trying: of single plans calibrated clocks were off by up to 19 %
+MAX_TRIALS = 6  # plans that a run tries
+RARE = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a search has come to.
+class SearchResult:
+    """The result of a search.
 
-    ways        those that fit, fastest first
-    short       ways that do not fit, with the bytes that each lacks and where
-    candidates  layouts that were compared
-    refused     how many of them are impossible, by reason
-    rivals      single layouts that would be faster and lack memory
-    changes     the smallest that would make something fit, where nothing does
+    plans           those that fit, fastest first
+    short           plans that do not fit, with the bytes that each lacks and where
+    num_candidates  layouts that were compared
+    refused         how many of them are impossible, by reason
+    rivals          single layouts that would be faster and lack memory
+    changes         the smallest that would make something fit, where nothing does
     """
 
-    ways: tuple[Way, ...]
-    short: tuple[tuple[Way, int, str], ...] = ()
-    candidates: int = 0
+    plans: tuple[PlanCandidate, ...]
+    short: tuple[tuple[PlanCandidate, int, str], ...] = ()
+    num_candidates: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     rivals: tuple[Rival, ...] = ()
     changes: tuple[str, ...] = ()
 
     @property
-    def best(self) -> Way | None:
-        return next(iter(self.ways), None)
+    def best(self) -> PlanCandidate | None:
+        return next(iter(self.plans), None)
 
     @property
-    def single(self) -> Way | None:
-        """The best way of one layout; None where none fits."""
-        return next((way for way in self.ways if len(way.edges) == 1), None)
+    def single(self) -> PlanCandidate | None:
+        """The best plan of one layout; None if none fits."""
+        return next((plan for plan in self.plans if len(plan.edges) == 1), None)
 
     @property
-    def context_parallel(self) -> Way | None:
-        """The best way whose layouts differ in context parallelism alone; None where none fits."""
-        return next((way for way in self.ways if one_cut(way.edges)), None)
+    def context_parallel(self) -> PlanCandidate | None:
+        """The best plan whose layouts differ in context parallelism alone; None if none fits."""
+        return next((plan for plan in self.plans if has_one_cut(plan.edges)), None)
 
     @property
     def seconds(self) -> float | None:
-        """Of a step of the best way; None where nothing fits."""
+        """Seconds of a step of the best plan; None if nothing fits."""
         return None if self.best is None else self.best.seconds
 
-    def worth_trying(self) -> list[Way]:
-        """The ways to try; their steps and the clock say which goes on (`trainer.trial_ranking`). A run begins with the plainest that the
-        clock has CLOSE to the fastest. After it come the fastest, the best single layout where neither is one, and the fastest of other
-        meshes that are NEAR, single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings
-        that are CLOSE fill what TRIED leaves, single layouts first."""
+    def trial_plans(self) -> list[PlanCandidate]:
+        """The plans to try; their steps and the clock say which goes on (`trainer.trial_ranking`).
+
+        1. The simplest that the clock has CLOSE to the fastest; a run begins with it.
+        2. The fastest, and the best single layout if neither is one.
+        3. The fastest of other meshes that are NEAR, single layouts first: an error of the clock is common to all plans that
+           compute alike.
+        4. Neighbors that are CLOSE fill the rest of MAX_TRIALS, single layouts first.
+        """
         if self.best is None:
             return []
-        first = [min(self._within(CLOSE), key=plainness), self.best.edges]
+        close = self._plans_within(CLOSE)
+        first = [min(close, key=complexity), self.best.edges]
         if self.single is not None and min(map(len, first)) > 1:
             first.append(self.single.edges)
-        near, close = (self._within(times) for times in (NEAR, CLOSE))
-        order = dict.fromkeys([*first, *first_of_meshes([*first, *near]), *close])
-        by_edges = {way.edges: way for way in self.ways}
-        return [by_edges[edges] for edges in order][:TRIED]
+        other_meshes = first_of_meshes([*first, *self._plans_within(NEAR)])
+        order = dict.fromkeys([*first, *other_meshes, *close])
+        by_edges = {plan.edges: plan for plan in self.plans}
+        return [by_edges[edges] for edges in order][:MAX_TRIALS]
 
-    def _within(self, times: float) -> list[tuple[Edge, ...]]:
-        """Ways that take so many times the seconds of the fastest at most, of one layout first."""
-        near = [way.edges for way in self.ways if way.seconds <= times * self.ways[0].seconds]
-        return sorted(near, key=lambda edges: len(edges) > 1)
+    def _plans_within(self, ratio: float) -> list[Edges]:
+        """Plans that take so many times the seconds of the fastest at most, of one layout first."""
+        limit_s = ratio * self.plans[0].seconds
+        plans = [plan.edges for plan in self.plans if plan.seconds <= limit_s]
+        return sorted(plans, key=lambda edges: len(edges) > 1)
 
 
 @contextmanager
-def seldom_collected() -> Iterator[None]:
-    """Collect garbage seldom. What a search drops goes by reference counts; passes over what it keeps took a quarter of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(*SELDOM)
+def collect_garbage_rarely() -> Iterator[None]:
+    """Collect garbage rarely.
+
+    Reference counts free what a search drops; passes over what it keeps took a quarter of its time.
+    """
+    generation0, generation1, generation2 = gc.get_threshold()
+    gc.set_threshold(*RARE)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(generation0, generation1, generation2)
 
 
-@seldom_collected()
-def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: bool = False) -> Choice:
-    """The best ways of a task. `tell`: what is being done; `single`: whether only one layout for all documents is looked for. Raises
-    UsageError where home is on a disk of which nothing is known."""
-    if "disk" in task.home.named and task.cluster.disk is None:
+@collect_garbage_rarely()
+def search(
+    task: PlanTask,
+    tell: Callable[[str], None] = lambda line: None,
+    single: bool = False,
+) -> SearchResult:
+    """Search the best plans of a task.
+
+    `tell`: takes reports of progress.
+    `single`: whether only one layout for all documents is searched.
+    Raises UsageError if home is on a disk of which nothing is known.
+    """
+    if "disk" in task.home.tiers and task.cluster.disk is None:
         raise UsageError(
             f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
             "machine, or write home=host"
         )
     problem = Problem.of(task)
-    replay = Replay(task, tell)
+    evaluator = PlanEvaluator(task, tell)
     single = single or task.wire.weights != "compute"  # a switch must not take coded weights
-    tell(f"{problem.known.total:,} layouts of {task.world} ranks compared")
+    num_candidates = problem.enumeration.total
+    tell(f"{num_candidates:,} layouts of {task.world} ranks compared")
 
-    # 1. Ways of whole packs.
+    # 1. Plans of whole packs.
     table = compare(problem, task.budget_bytes)
-    ways = _named(table, single)
+    plans = _name_plans(table, single)
     for share in SHARES:
-        ways += _named(compare(problem, share * task.budget_bytes), single)
+        plans += _name_plans(compare(problem, share * task.budget_bytes), single)
     for share in SMALL_SHARES:
-        if sum(map(replay.fits, ways)) < ENOUGH:
-            ways += _named(compare(problem, share * task.budget_bytes), single)
+        if sum(map(evaluator.fits, plans)) < ENOUGH:
+            plans += _name_plans(compare(problem, share * task.budget_bytes), single)
 
     # 2. Streamed ones.
-    if not any(map(replay.fits, ways)):
+    if not any(map(evaluator.fits, plans)):
         tell("no whole pack fits; trying streamed layouts")
-        ways += _streamed(table, single)
+        plans += _streamed_plans(table, single)
 
     # 3. On the ledger and the clock.
-    ways = list(dict.fromkeys(ways))
-    fastest = tuple(replay.fastest(ways))
-    lacking = [(way, *replay.lacks(way.edges)) for way in map(replay.way, ways) if not replay.fits(way.edges)]
-    choice = Choice(
-        ways=fastest,
-        short=tuple(sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1])),
-        candidates=problem.known.total,
-        refused=_refused(table),
-        rivals=_rivals(table),
-        changes=() if fastest else tuple(remedies(problem)),
+    plans = list(dict.fromkeys(plans))
+    ranking = tuple(evaluator.rank(plans))
+    short = []
+    for edges in plans:
+        lacking_bytes, place = evaluator.shortage(edges)
+        if lacking_bytes > 0:
+            short.append((evaluator.candidate(edges), int(lacking_bytes), place))
+    short.sort(key=lambda row: row[1])
+    result = SearchResult(
+        plans=ranking,
+        short=tuple(short),
+        num_candidates=num_candidates,
+        refused=_refusals(table),
+        rivals=find_rivals(table, table.singles[0].seconds, MAX_RIVALS) if table.singles else (),
+        changes=() if ranking else tuple(remedies(problem)),
     )
-    while unsure := [way for way in (*choice.worth_trying(), choice.single, choice.context_parallel) if way and not way.sure]:
-        choice = replace(choice, ways=tuple(replay.surer(choice.ways, unsure)))
-    return choice
+
+    # 4. Several steps of what is tried or compared. They may change the order: repeat.
+    while unsure := _unsure_plans(result):
+        result = replace(result, plans=tuple(evaluator.measure(result.plans, unsure)))
+    return result
 
 
-def _named(table: CandidateTable, single: bool = False) -> list[tuple[Edge, ...]]:
-    """Of a shortlist the first NAMED ways, as many of one cut of the weights, and the first NAMED_SINGLES of one layout."""
-    listed = [way.edges for way in (table.singles if single else shortlist(table))]
-    of_one_cut = [edges for edges in listed if len(edges) > 1 and one_cut(edges)]
-    singles = [edges for edges in listed if len(edges) == 1]
-    return list(dict.fromkeys([*listed[:NAMED], *of_one_cut[:NAMED], *singles[:NAMED_SINGLES]]))
+def _unsure_plans(result: SearchResult) -> list[PlanCandidate]:
+    """Of the plans to try, and of those that they are compared with, those that were played on one step alone."""
+    plans = (*result.trial_plans(), result.single, result.context_parallel)
+    return [plan for plan in plans if plan and not plan.is_sure]
 
 
-def _streamed(table: CandidateTable, single: bool) -> list[tuple[Edge, ...]]:
-    """Streamed layouts for all documents; and for those longer than whole packs can be, with the best ways for the shorter ones."""
-    problem, task = table.problem, table.problem.task
-    ways = [(Edge(task.longest, layout),) for layout in streamed_layouts(problem, 0)]
-    number = table.longest_fitting
-    if single or number in (0, len(problem.tally.edges)):
-        return ways
-    upto, tokens = int(problem.tally.edges[number - 1]), int(problem.tally.sums[number, 1])
+def _name_plans(table: CandidateTable, single: bool = False) -> list[Edges]:
+    """Of a shortlist the first NAMED plans, as many of one cut of the weights, and the first NAMED_SINGLES of one layout."""
+    estimates = table.singles if single else shortlist(table)
+    plans = [estimate.edges for estimate in estimates]
+    one_cut = [edges for edges in plans if len(edges) > 1 and has_one_cut(edges)]
+    singles = [edges for edges in plans if len(edges) == 1]
+    return list(dict.fromkeys([*plans[:NAMED], *one_cut[:NAMED], *singles[:NAMED_SINGLES]]))
+
+
+def _streamed_plans(table: CandidateTable, single: bool) -> list[Edges]:
+    """Streamed layouts for all documents; and for those longer than whole packs can be, with the best plans for the shorter ones."""
+    problem = table.problem
+    task = problem.task
+    tally = problem.tally
+    plans: list[Edges] = []
+    for layout in streamed_layouts(problem, first_edge=0):
+        plans.append((Edge(task.longest, layout),))
+    num_short = table.longest_fitting
+    if single or num_short in (0, len(tally.edges)):
+        return plans
+
+    # A plan of the shorter documents, as if there were no others.
     lengths = task.lengths
-    is_short = lengths.lengths <= upto
-    short = replace(task, lengths=Lengths(lengths.lengths[is_short], lengths.counts[is_short]), tokens_per_step=tokens)
-    of_short = Problem.of(short)
-    named = _named(compare(of_short, SHARES[0] * task.budget_bytes))
-    long = streamed_layouts(problem, number)
-    return [*ways, *((*edges, Edge(task.longest, layout)) for layout in long for edges in named[:NAMED])]
+    is_short = lengths.lengths <= int(tally.edges[num_short - 1])
+    short_task = replace(
+        task,
+        lengths=Lengths(lengths.lengths[is_short], lengths.counts[is_short]),
+        tokens_per_step=int(tally.sums[num_short, 1]),
+    )
+    short_table = compare(Problem.of(short_task), SHARES[0] * task.budget_bytes)
+    short_plans = _name_plans(short_table)[:NAMED]
+    for layout in streamed_layouts(problem, first_edge=num_short):
+        plans += [(*edges, Edge(task.longest, layout)) for edges in short_plans]
+    return plans
 
 
-def _refused(table: CandidateTable) -> dict[str, int]:
+def _refusals(table: CandidateTable) -> dict[str, int]:
     """How many candidates are impossible, by reason, or too large for any packs."""
-    shortest = table.problem.tally.edges[table.keys[0] - 1]
-    reason = f"weights, state and packs of {shortest} tokens above the device's memory"
-    refused = dict(table.problem.known.refused)
-    return refused | {reason: table.too_large} if table.too_large else refused
-
-
-def _rivals(table: CandidateTable) -> tuple[Rival, ...]:
-    return too_large(table, table.singles[0].seconds, MOST_RIVALS) if table.singles else ()
+    refused = dict(table.problem.enumeration.refused)
+    if table.num_too_large:
+        shortest = table.problem.tally.edges[table.keys[0] - 1]
+        reason = f"weights, state and packs of {shortest} tokens above the device's memory"
+        refused[reason] = table.num_too_large
+    return refused

@@ -1,11 +1,11 @@
-"""Shortlist: the ways that rate cards put first. The ledger and the clock judge them (`planner.replay`).
+"""Shortlist: the plans that rate cards put first. The ledger and the clock judge them (`planner.plan_evaluator`).
 
-    candidates ─ bound ─> fit packs of some lengths ─ rate cards ─> the fastest at each length ─ program over edges ─> ways
+    candidates ─ bound ─> fit packs of some lengths ─ rate cards ─> the fastest at each length ─ program over edges ─> plans
                                                                  └> the fastest single layouts ────────────────────────┘
 
-Candidates are compared at a few key lengths. At each, those that fit get the documents between it and the key before, in packs as small as
-they may be and as large as fits. A layout that another one dominates at every key can still be the best in an assignment; the clock's
-looks at siblings (`planner.siblings`) find most of these.
+Candidates are compared at a few key lengths. At each, those that fit get the documents between it and the key before, in
+packs as small as they may be and as large as fits. A layout that another one dominates at every key can still be the best
+in an assignment; `planner.neighbors` finds most of these.
 """
 
 from collections.abc import Sequence
@@ -16,74 +16,101 @@ import numpy as np
 
 from longshift.layout import axes
 from longshift.layout.layout import Layout
-from longshift.planner.assign import Tally, assignments, tally
+from longshift.planner.assign import Tally, best_assignments, tally_lengths
 from longshift.planner.candidates import ORDERS, Candidates, Enumeration, enumerate_layouts
-from longshift.planner.group_seconds import GroupSeconds, Load, group_seconds, switch_seconds
-from longshift.planner.memory_bound import Training, device_bytes
-from longshift.planner.task import Task
+from longshift.planner.group_seconds import GroupLoad, GroupSeconds, group_seconds, switch_seconds
+from longshift.planner.memory_bound import Training, min_device_bytes
+from longshift.planner.task import Edges, PlanTask
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
 from longshift.weigh.needs import micro_counts
 from longshift.workload.groups import Edge
 
-KEY_RATIO = 4  # of neighbouring key lengths, at least
-MOST_KEYS = 6
+KEY_RATIO = 4  # of neighboring key lengths, at least
+MAX_KEYS = 6
 BEST_AT_KEY = 4  # meshes of each key length, that an assignment chooses among
-MOST_LAYOUTS = 16  # of these
-MOST_SINGLES = 8  # single layouts, each of another mesh
+MAX_LAYOUTS = 16  # of these
+MAX_SINGLES = 8  # single layouts, each of another mesh
 REPACKED = 128  # single layouts that larger packs are tried for
 DOUBLINGS = 12  # of packs, down from a step's tokens
 HALVINGS = 3  # of the largest packs of a group
 MESH = (*axes.names(), "virtual")
-CUT = (*(axis.name for axis in axes.AXES if axis.shares in ("weights", "blocks")), "virtual")  # what cuts the weights
-MOST_CUTS = 3  # of the best single layouts, that assignments of one cut are looked for
+CUT = (
+    *(axis.name for axis in axes.AXES if axis.shares in ("weights", "blocks")),
+    "virtual",
+)  # what cuts the weights
+MAX_CUTS = 3  # of the best single layouts, that assignments of one cut are looked for
+FASTER = 1 - 1e-6  # of the seconds so far: larger packs must gain more than rounding
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A task as rate cards take it.
 
-    known     all layouts of whole packs
-    tally     documents of a mean step
-    training  as bounds of memory take it
+    enumeration  all layouts of whole packs
+    tally        documents of a mean step
+    training     as bounds of memory take it
     """
 
-    task: Task
-    known: Enumeration
+    task: PlanTask
+    enumeration: Enumeration
     tally: Tally
     cost: Cost
     training: Training
 
     @classmethod
-    def of(cls, task: Task) -> "Problem":
-        """Raises UsageError where what is fixed does not exist."""
-        cost = Cost(task.spec, rates(task.cluster, task.precision), task.habits)
-        known = enumerate_layouts(task.spec, task.world, task.fixed_fields, task.formats.float8)
-        return cls(task, known, tally(task.spec, task.lengths, task.tokens_per_step), cost, task.training)
+    def of(cls, task: PlanTask) -> "Problem":
+        """Raises UsageError if what is fixed does not exist."""
+        float8 = task.formats.float8
+        return cls(
+            task=task,
+            enumeration=enumerate_layouts(task.spec, task.world, task.fixed_fields, float8),
+            tally=tally_lengths(task.spec, task.lengths, task.tokens_per_step),
+            cost=Cost(task.spec, rates(task.cluster, task.precision), task.habits),
+            training=task.training,
+        )
 
-    def bytes(self, at: Candidates, capacity: np.ndarray | float) -> np.ndarray:
-        """Bytes that a device needs at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
-        task = self.task
-        is_1f1b = at.order == ORDERS.index("1f1b")
-        micros = micro_counts(task.tokens_per_step, capacity * at.dp, at.pp * at.virtual, is_1f1b)
-        return device_bytes(self.training, at, capacity, micros)
+    @property
+    def all_documents(self) -> GroupLoad:
+        return self.tally.between(0, len(self.tally.edges))
 
-    def seconds(self, at: Candidates, capacity: np.ndarray | float, load: Load) -> GroupSeconds:
-        return group_seconds(self.cost, at, capacity, load)
+    def min_bytes(self, candidates: Candidates, capacity: np.ndarray | float) -> np.ndarray:
+        """Bytes that a device needs at least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
+        is_1f1b = candidates.order == ORDERS.index("1f1b")
+        step_tokens = capacity * candidates.dp
+        num_stages = candidates.pp * candidates.virtual
+        micros = micro_counts(self.task.tokens_per_step, step_tokens, num_stages, is_1f1b)
+        return min_device_bytes(self.training, candidates, capacity, micros)
+
+    def seconds(
+        self,
+        candidates: Candidates,
+        capacity: np.ndarray | float,
+        load: GroupLoad,
+    ) -> GroupSeconds:
+        return group_seconds(self.cost, candidates, capacity, load)
+
+    def step_seconds(self, candidates: Candidates, capacity: float, load: GroupLoad) -> np.ndarray:
+        """Seconds of steps of one group, float64 [candidates]."""
+        seconds = self.seconds(candidates, capacity, load)
+        return seconds.group + seconds.once
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A way, and its seconds by rate cards."""
+class PlanEstimate:
+    """A plan, and its seconds by rate cards."""
 
-    edges: tuple[Edge, ...]
+    edges: Edges
     seconds: float
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateTable:
-    """Candidates at key lengths within a budget. `keys`: edges of the tally by number, 1 to E; `seconds`: float64 [candidates, keys], inf
-    where packs of that length do not fit."""
+    """Candidates at key lengths within a budget.
+
+    `keys`: numbers of edges of the tally, 1 to E.
+    `seconds`: float64 [candidates, keys], inf where packs of that length do not fit.
+    """
 
     problem: Problem
     budget_bytes: float
@@ -92,44 +119,50 @@ class CandidateTable:
 
     @property
     def candidates(self) -> Candidates:
-        return self.problem.known.candidates
+        return self.problem.enumeration.candidates
 
     @cached_property
-    def singles(self) -> list["Listed"]:
+    def singles(self) -> list[PlanEstimate]:
         """The best single layout of each mesh that fits the longest documents, fastest first."""
         return _best_singles(self)
 
     @property
-    def too_large(self) -> int:
+    def num_too_large(self) -> int:
         """Candidates that do not fit packs of the shortest key length."""
         return int(np.isinf(self.seconds[:, 0]).sum())
 
     @property
     def longest_fitting(self) -> int:
-        """The longest key that has documents and fits some layout, as a number of its edge; 0 where there is none."""
+        """Number of the longest key that has documents and fits some layout; 0 if there is none."""
         fits = np.isfinite(self.seconds).any(0)
         has_documents = self.problem.tally.sums[self.keys, 0] > 0
         return int(self.keys[fits & has_documents].max(initial=0))
 
 
 def compare(problem: Problem, budget_bytes: float) -> CandidateTable:
-    """Every candidate at every key length."""
-    at, tally = problem.known.candidates, problem.tally
-    keys = _key_edges(tally.edges)
-    lengths = tally.edges[keys - 1].astype(float)
-    fits, largest = np.zeros((len(at), len(keys)), bool), np.zeros(len(at))
-    fitting = np.arange(len(at))
-    for key, length in enumerate(lengths):
-        fitting = fitting[problem.bytes(at.take(fitting), length) <= budget_bytes]
-        fits[fitting, key] = True
-        largest[fitting] = length
+    """Compare every candidate at every key length."""
+    candidates = problem.enumeration.candidates
+    keys = _key_edges(problem.tally.edges)
+    lengths = problem.tally.edges[keys - 1].astype(float)
 
-    number, key = np.nonzero(fits)
-    before = np.concatenate([[0], keys])[key]
+    # 1. What does not fit a length fits no longer one.
+    fits = np.zeros((len(candidates), len(keys)), bool)
+    largest_packs = np.zeros(len(candidates))
+    fitting = np.arange(len(candidates))
+    for key, length in enumerate(lengths):
+        needs = problem.min_bytes(candidates.take(fitting), length)
+        fitting = fitting[needs <= budget_bytes]
+        fits[fitting, key] = True
+        largest_packs[fitting] = length
+
+    # 2. Seconds in packs as small as they may be, and as large as fits.
+    row, key = np.nonzero(fits)
+    shorter_key = np.concatenate([[0], keys])[key]
+    load = problem.tally.between(shorter_key, keys[key])
     seconds = np.full(fits.shape, np.inf)
-    for packs in (lengths[key], largest[number]):  # as small as they may be, and as large as fits
-        group = problem.seconds(at.take(number), packs, tally.between(before, keys[key])).group
-        seconds[number, key] = np.minimum(seconds[number, key], group)
+    for packs in (lengths[key], largest_packs[row]):
+        group_s = problem.seconds(candidates.take(row), packs, load).group
+        seconds[row, key] = np.minimum(seconds[row, key], group_s)
     return CandidateTable(problem, budget_bytes, keys, seconds)
 
 
@@ -137,191 +170,243 @@ def _key_edges(edges: np.ndarray) -> np.ndarray:
     """Numbers, 1 to E, of the edges that candidates are compared at, ascending."""
     keys = [len(edges)]
     for number in range(len(edges) - 1, 0, -1):
-        if edges[number - 1] * KEY_RATIO <= edges[keys[-1] - 1] and len(keys) < MOST_KEYS:
+        if edges[number - 1] * KEY_RATIO <= edges[keys[-1] - 1] and len(keys) < MAX_KEYS:
             keys.append(number)
     return np.array(keys[::-1])
 
 
-def shortlist(table: CandidateTable) -> list[Listed]:
-    """The best ways by rate cards, fastest first: single layouts of different meshes, assignments to any layouts, and assignments to
-    layouts that cut the weights alike, which switch no weights."""
+def shortlist(table: CandidateTable) -> list[PlanEstimate]:
+    """The best plans by rate cards, fastest first.
+
+    They are single layouts of different meshes, assignments to any layouts, and assignments to layouts that cut the weights
+    alike, which switch no weights.
+    """
     singles = table.singles
     if not singles:
         return []
-    uses = [way.edges[0].use for way in singles]
-    ways = singles + _assigned(table, _survivors(table, uses[0]))
-    cuts = dict.fromkeys(tuple(getattr(use, name) for name in CUT) for use in uses)
-    for cut in list(cuts)[:MOST_CUTS]:
-        ways += _assigned(table, _of_cut(table, cut))
-    return sorted(ways, key=lambda way: way.seconds)
+    layouts = [single.edges[0].use for single in singles]
+    plans = singles + _best_plans(table, _fastest_candidates(table, layouts[0]))
+    for cut in list(dict.fromkeys(map(weight_cut, layouts)))[:MAX_CUTS]:
+        plans += _best_plans(table, _candidates_of_cut(table, cut))
+    return sorted(plans, key=lambda plan: plan.seconds)
 
 
-def _best_singles(table: CandidateTable) -> list[Listed]:
+def weight_cut(layout: Layout) -> tuple[int, ...]:
+    """The degrees that cut the weights, those of CUT."""
+    return tuple(getattr(layout, name) for name in CUT)
+
+
+def _best_singles(table: CandidateTable) -> list[PlanEstimate]:
     """`CandidateTable.singles`."""
-    problem, at, budget = table.problem, table.candidates, table.budget_bytes
-    longest = float(problem.tally.edges[-1])
-    load = problem.tally.between(0, len(problem.tally.edges))
+    problem = table.problem
+    longest = int(problem.tally.edges[-1])
+    load = problem.all_documents
 
-    # 1. In packs of the longest document.
+    # 1. The fastest in packs of the longest document.
     fitting = np.flatnonzero(np.isfinite(table.seconds[:, -1]))
-    seconds = _step_seconds(problem, at.take(fitting), longest, load)
+    seconds = problem.step_seconds(table.candidates.take(fitting), float(longest), load)
     fastest = np.argsort(seconds, kind="stable")[:REPACKED]
-    fitting, seconds = fitting[fastest], seconds[fastest]
+    candidates = table.candidates.take(fitting[fastest])
+    seconds = seconds[fastest]
+    packs = np.full(len(fastest), float(longest))
 
-    # 2. In larger ones.
-    some, packs = at.take(fitting), np.full(len(fitting), longest)
-    first = 1 << int(longest).bit_length()
-    for pack in (float(first), 2.0 * first):
-        larger_s = np.where(problem.bytes(some, pack) <= budget, _step_seconds(problem, some, pack, load), np.inf)
-        is_faster = larger_s < seconds * (1 - 1e-6)
-        seconds, packs = np.where(is_faster, larger_s, seconds), np.where(is_faster, pack, packs)
+    # 2. The same in larger packs.
+    next_power = float(1 << longest.bit_length())
+    for pack in (next_power, 2.0 * next_power):
+        fits = problem.min_bytes(candidates, pack) <= table.budget_bytes
+        larger_s = np.where(fits, problem.step_seconds(candidates, pack, load), np.inf)
+        is_faster = larger_s < seconds * FASTER
+        seconds = np.where(is_faster, larger_s, seconds)
+        packs = np.where(is_faster, pack, packs)
 
-    ways: dict[tuple[int, ...], Listed] = {}
-    for place in np.argsort(seconds, kind="stable").tolist():
-        mesh = tuple(int(getattr(some, name)[place]) for name in MESH)
-        edge = Edge(int(longest), some.layout(place), int(packs[place]))
-        ways.setdefault(mesh, Listed((edge,), float(seconds[place])))
-    return list(ways.values())[:MOST_SINGLES]
-
-
-def _step_seconds(problem: Problem, at: Candidates, capacity: float, load: Load) -> np.ndarray:
-    found = problem.seconds(at, capacity, load)
-    return found.group + found.once
+    # 3. The fastest of each mesh.
+    order = np.argsort(seconds, kind="stable")
+    plans = []
+    for index in order[_first_rows(candidates.take(order).columns(MESH))][:MAX_SINGLES].tolist():
+        edge = Edge(longest, candidates.layout(index), int(packs[index]))
+        plans.append(PlanEstimate((edge,), float(seconds[index])))
+    return plans
 
 
-def _assigned(table: CandidateTable, numbers: Sequence[int]) -> list[Listed]:
-    """The best assignments of documents to these candidates. Neighbours with one layout and equal packs are one group."""
-    problem, edges = table.problem, (0, *map(int, table.problem.tally.edges))
-    at = _shared(table.candidates.take(np.array(numbers)))
-    cost, packs = _table(table, at)
-    ends = np.arange(len(edges))
-    probability = np.zeros((len(edges) - 1, len(edges)))
+def _first_rows(rows: np.ndarray) -> np.ndarray:
+    """Indices of the first of equal rows, ascending."""
+    return np.sort(np.unique(rows, axis=0, return_index=True)[1])
+
+
+def _best_plans(table: CandidateTable, numbers: Sequence[int]) -> list[PlanEstimate]:
+    """The best assignments of documents to these candidates."""
+    problem = table.problem
+    edges = [0, *problem.tally.edges.tolist()]
+    num_edges = len(edges) - 1
+    candidates = _shard_state(table.candidates.take(np.array(numbers)))
+
+    # 1. Costs of groups, and of switches between them.
+    cost, packs = _group_costs(table, candidates)
     i, j = np.triu_indices(len(edges), 1)
+    probability = np.zeros((num_edges, len(edges)))
     probability[i, j] = problem.tally.between(i, j).probability
-    last_s = problem.seconds(at, float(edges[-1]), problem.tally.between(0, ends[-1])).once
-    ways: dict[tuple[Edge, ...], float] = {}
-    for way in assignments(cost, probability, _hops(problem, at), last_s):
+    switch_s = _switch_costs(problem, candidates)
+    last_s = problem.seconds(candidates, float(edges[-1]), problem.all_documents).once
+
+    # 2. Neighbors with one layout and equal packs are one group.
+    seconds_by_plan: dict[Edges, float] = {}
+    for assignment in best_assignments(cost, probability, switch_s, last_s):
         groups: list[Edge] = []
-        for before, end, row in zip((0, *way.ends), way.ends, way.layouts):
-            layout, pack = at.layout(row), int(packs[before, end, row])
+        start = 0
+        for end, index in zip(assignment.ends, assignment.layouts):
+            layout = candidates.layout(index)
+            pack = int(packs[start, end, index])
             if groups and (groups[-1].use, groups[-1].pack) == (layout, pack):
                 groups.pop()
             groups.append(Edge(edges[end], layout, pack))
-        ways.setdefault(tuple(groups), way.seconds)
-    return [Listed(groups, seconds) for groups, seconds in ways.items()]
+            start = end
+        seconds_by_plan.setdefault(tuple(groups), assignment.seconds)
+    return [PlanEstimate(groups, seconds) for groups, seconds in seconds_by_plan.items()]
 
 
-def _survivors(table: CandidateTable, single: Layout) -> list[int]:
+def _fastest_candidates(table: CandidateTable, single: Layout) -> list[int]:
     """Numbers of the best single layout, and of the fastest meshes at each key by turns, long documents first."""
-    at, wanted = table.candidates, Candidates.of([single])
-    is_single = (at.columns() == wanted.columns()).all(1)
-    return _by_turns(table, _is_sharded(at), np.flatnonzero(is_single).tolist())
+    candidates = table.candidates
+    is_single = (candidates.columns() == Candidates.of([single]).columns()).all(1)
+    return _pick_by_turns(table, _is_sharded(candidates), np.flatnonzero(is_single).tolist())
 
 
-def _of_cut(table: CandidateTable, cut: Sequence[int]) -> list[int]:
+def _candidates_of_cut(table: CandidateTable, cut: Sequence[int]) -> list[int]:
     """Numbers of the fastest meshes at each key by turns, of those with this cut of the weights."""
-    at = table.candidates
-    is_of_cut = np.logical_and.reduce([getattr(at, name) == degree for name, degree in zip(CUT, cut)])
-    return _by_turns(table, _is_sharded(at) & is_of_cut)
+    candidates = table.candidates
+    is_of_cut = (candidates.columns(CUT) == np.array(cut)).all(1)
+    return _pick_by_turns(table, _is_sharded(candidates) & is_of_cut)
 
 
-def _by_turns(table: CandidateTable, is_usable: np.ndarray, first: Sequence[int] = ()) -> list[int]:
-    ranked = [_first_of_meshes(table.candidates, np.where(is_usable, seconds, np.inf)) for seconds in table.seconds.T]
+def _pick_by_turns(
+    table: CandidateTable,
+    is_usable: np.ndarray,
+    first: Sequence[int] = (),
+) -> list[int]:
+    """Numbers of the first ones, and of the fastest usable candidates of each key by turns."""
+    rankings = []
+    for seconds in table.seconds.T:
+        rankings.append(_fastest_meshes(table.candidates, np.where(is_usable, seconds, np.inf)))
     numbers = list(first)
     for place in range(BEST_AT_KEY):
-        numbers += [of_key[place] for of_key in reversed(ranked) if len(of_key) > place]
-    return list(dict.fromkeys(numbers))[:MOST_LAYOUTS]
+        numbers += [ranking[place] for ranking in reversed(rankings) if len(ranking) > place]
+    return list(dict.fromkeys(numbers))[:MAX_LAYOUTS]
 
 
-def _first_of_meshes(at: Candidates, seconds: np.ndarray) -> list[int]:
-    """The fastest candidates of BEST_AT_KEY different meshes."""
-    fastest: dict[tuple[int, ...], int] = {}
-    few = np.argsort(seconds, kind="stable")[: 64 * BEST_AT_KEY]
-    for number in few[np.isfinite(seconds[few])].tolist():
-        fastest.setdefault(tuple(int(getattr(at, name)[number]) for name in MESH), number)
-    return list(fastest.values())[:BEST_AT_KEY]
+def _fastest_meshes(candidates: Candidates, seconds: np.ndarray) -> list[int]:
+    """Numbers of the fastest candidates of BEST_AT_KEY different meshes."""
+    # A mesh has fewer than 64 policies, so these are enough.
+    fastest = np.argsort(seconds, kind="stable")[: 64 * BEST_AT_KEY]
+    fastest = fastest[np.isfinite(seconds[fastest])]
+    meshes = candidates.take(fastest).columns(MESH)
+    return fastest[_first_rows(meshes)][:BEST_AT_KEY].tolist()
 
 
-def _is_sharded(at: Candidates) -> np.ndarray:
-    """Candidates that keep their state sharded, where others are equal to them but for that: with several layouts every state is."""
-    if not ((at.zero == 1) & (at.holders > 1)).any():
-        return np.ones(len(at), bool)
-    return (at.zero > 0) | (at.holders == 1)
+def _is_sharded(candidates: Candidates) -> np.ndarray:
+    """Which candidates shard their state, or have no equal that does: with several layouts every state is sharded."""
+    has_replicas = candidates.holders > 1
+    if not ((candidates.zero == 1) & has_replicas).any():
+        return np.ones(len(candidates), bool)
+    return (candidates.zero > 0) | ~has_replicas
 
 
-def _shared(at: Candidates) -> Candidates:
+def _shard_state(candidates: Candidates) -> Candidates:
     """The layouts as a step with several of them takes them: ZeRO-1 at least, where ranks share weights."""
-    return replace(at, zero=np.where(at.holders > 1, np.maximum(at.zero, 1), at.zero))
+    sharded = np.maximum(candidates.zero, 1)
+    return replace(candidates, zero=np.where(candidates.holders > 1, sharded, candidates.zero))
 
 
-def _table(table: CandidateTable, at: Candidates) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of documents between two edges under each layout, float64 [E, E + 1, layouts], inf where it cannot; and the packs that take
-    least, int64."""
+def _group_costs(table: CandidateTable, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of documents between two edges under each layout, and the packs that take least.
+
+    float64 and int64 [E, E + 1, layouts]. Seconds are inf where a layout does not fit.
+    """
     problem = table.problem
+    num_layouts = len(candidates)
     edges = np.concatenate([[0.0], problem.tally.edges])
-    count = len(edges) - 1
-    i, j = np.triu_indices(count + 1, 1)
-    row = np.tile(np.arange(len(at)), len(i))
-    i, j = np.repeat(i, len(at)), np.repeat(j, len(at))
-    most = _largest_packs(table, at)[row]
-    power = 2.0 ** np.ceil(np.log2(edges[j]))
-    least = np.where(power <= most, power, edges[j])
-
+    i, j = np.triu_indices(len(edges), 1)
+    layout = np.tile(np.arange(num_layouts), len(i))
+    i = np.repeat(i, num_layouts)
+    j = np.repeat(j, num_layouts)
     load = problem.tally.between(i, j)
-    best_s, best_pack = np.full(len(row), np.inf), np.zeros(len(row))
-    packs_before = np.zeros(len(row))
+
+    # 1. The smallest packs are of a power of two, if that fits.
+    max_packs = _largest_packs(table, candidates)[layout]
+    powers = 2.0 ** np.ceil(np.log2(edges[j]))
+    min_packs = np.where(powers <= max_packs, powers, edges[j])
+
+    # 2. Try packs from the smallest to the largest.
+    best_s = np.full(len(layout), np.inf)
+    best_packs = np.zeros(len(layout))
+    previous_packs = np.zeros(len(layout))
     for halving in range(HALVINGS, -1, -1):
-        pack = np.maximum(least, most / 2.0**halving)
-        able = np.flatnonzero((pack <= most) & (pack > packs_before))
-        seconds = np.full(len(row), np.inf)
-        seconds[able] = problem.seconds(at.take(row[able]), pack[able], load.take(able)).group
-        is_faster = seconds < best_s * (1 - 1e-6)
-        best_s, best_pack = np.where(is_faster, seconds, best_s), np.where(is_faster, pack, best_pack)
-        packs_before = pack
-    cost = np.full((count, count + 1, len(at)), np.inf)
-    packs = np.zeros(cost.shape, np.int64)
-    cost[i, j, row], packs[i, j, row] = best_s, best_pack
-    return cost, packs
+        packs = np.maximum(min_packs, max_packs / 2.0**halving)
+        new = np.flatnonzero((packs <= max_packs) & (packs > previous_packs))
+        seconds = np.full(len(layout), np.inf)
+        group = problem.seconds(candidates.take(layout[new]), packs[new], load.take(new))
+        seconds[new] = group.group
+        is_faster = seconds < best_s * FASTER
+        best_s = np.where(is_faster, seconds, best_s)
+        best_packs = np.where(is_faster, packs, best_packs)
+        previous_packs = packs
+
+    shape = (len(edges) - 1, len(edges), num_layouts)
+    cost = np.full(shape, np.inf)
+    packs_by_group = np.zeros(shape, np.int64)
+    cost[i, j, layout] = best_s
+    packs_by_group[i, j, layout] = best_packs
+    return cost, packs_by_group
 
 
-def _largest_packs(table: CandidateTable, at: Candidates) -> np.ndarray:
-    """The largest pack of each layout, a power of two or the longest document, that fits, float64 [candidates]; 0 where none does."""
+def _largest_packs(table: CandidateTable, candidates: Candidates) -> np.ndarray:
+    """The largest pack of each layout that fits, a power of two or the longest document, float64 [candidates]; 0 if none does."""
     problem = table.problem
-    powers = [float(1 << n) for n in range(8, int(problem.task.tokens_per_step).bit_length())]
-    largest = np.zeros(len(at))
+    last_power = int(problem.task.tokens_per_step).bit_length()
+    powers = [float(1 << n) for n in range(8, last_power)]
+    largest = np.zeros(len(candidates))
     for capacity in (float(problem.tally.edges[-1]), *powers[-DOUBLINGS:]):
-        fits = problem.bytes(at, capacity) <= table.budget_bytes
+        fits = problem.min_bytes(candidates, capacity) <= table.budget_bytes
         largest = np.where(fits, np.maximum(largest, capacity), largest)
     return largest
 
 
-def _hops(problem: Problem, at: Candidates) -> np.ndarray:
-    """Seconds to enter each layout from each, float64 [layouts, layouts]: 0 where they cut the weights alike."""
-    cuts = np.stack([getattr(at, name) for name in CUT], 1)
-    entered_s = switch_seconds(problem.cost, at, float(problem.task.switch.ahead_bytes))
-    return np.where((cuts[:, None] == cuts[None]).all(2), 0.0, entered_s[None])
+def _switch_costs(problem: Problem, candidates: Candidates) -> np.ndarray:
+    """Seconds to enter each layout from each, float64 [layouts, layouts]; 0 where they cut the weights alike."""
+    cuts = candidates.columns(CUT)
+    is_same_cut = (cuts[:, None] == cuts[None]).all(2)
+    prefetch_bytes = float(problem.task.switch.ahead_bytes)
+    switch_s = switch_seconds(problem.cost, candidates, prefetch_bytes)
+    return np.where(is_same_cut, 0.0, switch_s[None])
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A single layout that would be faster and does not fit: `times` the seconds of the best one, by rate cards; `short_bytes`: that a
-    device lacks for packs of the longest documents."""
+    """A single layout that would be faster and does not fit.
+
+    `times`: its seconds over those of the best one, by rate cards.
+    `short_bytes`: that a device lacks for packs of the longest documents.
+    """
 
     layout: str
     times: float
     short_bytes: float
 
 
-def too_large(table: CandidateTable, best_s: float, most: int) -> tuple[Rival, ...]:
+def find_rivals(table: CandidateTable, best_s: float, limit: int) -> tuple[Rival, ...]:
     """Single layouts that fit shorter documents, would be faster than `best_s`, and lack least memory for the longest."""
-    problem, at = table.problem, table.candidates
+    problem = table.problem
     longest = float(problem.tally.edges[-1])
-    out = np.flatnonzero(np.isinf(table.seconds[:, -1]) & np.isfinite(table.seconds[:, 0]))
-    if not len(out):
+    too_large = np.isinf(table.seconds[:, -1]) & np.isfinite(table.seconds[:, 0])
+    if not too_large.any():
         return ()
-    short = problem.bytes(at.take(out), longest) - table.budget_bytes
-    nearest = np.argsort(short, kind="stable")[:REPACKED]
-    out, short = out[nearest], short[nearest]
-    seconds = _step_seconds(problem, at.take(out), longest, problem.tally.between(0, len(problem.tally.edges)))
-    faster: Sequence[int] = np.flatnonzero(seconds < best_s).tolist()[:most]
-    return tuple(Rival(str(at.layout(int(out[n]))), float(seconds[n] / best_s), float(short[n])) for n in faster)
+    candidates = table.candidates.take(too_large)
+    short_bytes = problem.min_bytes(candidates, longest) - table.budget_bytes
+    nearest = np.argsort(short_bytes, kind="stable")[:REPACKED]
+    candidates = candidates.take(nearest)
+    short_bytes = short_bytes[nearest]
+    seconds = problem.step_seconds(candidates, longest, problem.all_documents)
+    rivals = []
+    for index in np.flatnonzero(seconds < best_s)[:limit].tolist():
+        layout = str(candidates.layout(index))
+        rivals.append(Rival(layout, float(seconds[index] / best_s), float(short_bytes[index])))
+    return tuple(rivals)

@@ -24,21 +24,23 @@ from longshift.workload.groups import Edge
 CONTEXT_BYTES = float(1 << 30)
 FILLED = 0.94
 
+Edges = tuple[Edge, ...]  # a plan: the length groups of a step, from short to long
+
 
 @dataclass(frozen=True)
-class Task:
+class PlanTask:
     """What is planned.
 
     lengths          of the corpus, cut as the run cuts them
     tokens_per_step  at least so many
-    world            ranks
+    world            number of ranks
     fixed            by word of a layout, the numbers that it may have
     memory_bytes     of a device; the cluster's if None
     moments, packed  how many the optimizer keeps, and their format between updates
-    wire             formats of what travels
+    wire             formats on the wire
     compile          as `train.compile`
-    home             where the training state lies
-    homes            those that are compared; none if it is given
+    home             memories of the training state
+    homes            those that are compared; none if `home` is given
     """
 
     spec: ModelSpec
@@ -87,30 +89,53 @@ class Task:
     @property
     def budget_bytes(self) -> float:
         """Bytes of tensors that may lie on a device."""
-        total = self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-        return total * FILLED - (CONTEXT_BYTES if self.on_gpu else 0)
+        total_bytes = self.memory_bytes
+        if total_bytes is None:
+            total_bytes = self.cluster.device.memory_bytes
+        return total_bytes * FILLED - (CONTEXT_BYTES if self.on_gpu else 0)
 
     @property
     def limits(self) -> dict[str, float]:
-        """Bytes that a rank may have, by place. A CPU's host is its device; a disk that is not known has no room."""
-        cluster, ranks = self.cluster, self.cluster.devices_per_node
-        host = FILLED * cluster.host_bytes / ranks if self.on_gpu else np.inf
-        disk = cluster.disk.bytes / ranks if cluster.disk else 0.0
-        return {"device": self.budget_bytes, "host": host, "disk": disk}
+        """Bytes that a rank may have, by place. A disk that is not known has no room."""
+        cluster = self.cluster
+        ranks_per_node = cluster.devices_per_node
+        # A CPU's host is its device, whose limit counts.
+        host_bytes = FILLED * cluster.host_bytes / ranks_per_node if self.on_gpu else np.inf
+        disk_bytes = cluster.disk.bytes / ranks_per_node if cluster.disk else 0.0
+        return {"device": self.budget_bytes, "host": host_bytes, "disk": disk_bytes}
 
     @property
     def places(self) -> tuple[str, ...]:
         """The device, and the other places where home lies."""
-        return ("device", *(place for place in self.home.named if place != "device" and (place != "host" or self.on_gpu)))
+        on_device = ("device",) if self.on_gpu else ("device", "host")
+        return ("device", *(tier for tier in self.home.tiers if tier not in on_device))
 
     @property
     def training(self) -> Training:
         """What is trained, as bounds of memory take it."""
         return Training(self.spec, self.formats, self.transport, self.home.outside(not self.on_gpu))
 
-    def step_shape(self, edges: tuple[Edge, ...], early: bool = True) -> StepShape:
-        """The shape of a run's steps with these groups. `early`: whether units on disk may be updated before the norm."""
-        links = links_of(self.cluster, self.cluster.devices_per_node, self.cluster.nodes)
+    def step_shape(self, edges: Edges, early: bool = True) -> StepShape:
+        """The shape of a run's steps with these groups.
+
+        `early`: whether units on disk may be updated before the norm.
+        """
         formats = self.formats
-        itinerary = Itinerary(self.spec, edges, links, formats.compute_bytes, formats.home_bytes, self.switch)
-        return StepShape(itinerary, edges, formats, self.tokens_per_step, self.longest, home_in=self.home, early=early)
+        links = links_of(self.cluster, self.cluster.devices_per_node, self.cluster.nodes)
+        itinerary = Itinerary(
+            self.spec,
+            edges,
+            links,
+            formats.compute_bytes,
+            formats.home_bytes,
+            self.switch,
+        )
+        return StepShape(
+            itinerary,
+            edges,
+            formats,
+            self.tokens_per_step,
+            self.longest,
+            home_in=self.home,
+            early=early,
+        )

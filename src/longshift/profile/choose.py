@@ -15,9 +15,9 @@ from longshift.config import Config
 from longshift.dist.world import launched
 from longshift.errors import UsageError
 from longshift.layout.layout import AUTO, Layout, format_size
-from longshift.layout.legal import least_chunk
-from longshift.planner.activations import choose as choose_activations
-from longshift.planner.chunk_size import Machine, choose, powers
+from longshift.layout.legal import min_chunk
+from longshift.planner.activations import choose_activations
+from longshift.planner.chunk_size import Machine, choose_chunk, powers
 from longshift.profile.run import kept
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost, habits
@@ -70,10 +70,10 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
             def needed(tokens: int) -> int:
                 return _of_layout(config, edge, device, replace(edge.use, chunk=tokens))
 
-            return choose(config.spec, edge.use, longest, machine, needed, edge.pack)
+            return choose_chunk(config.spec, edge.use, longest, machine, needed, edge.pack)
         except UsageError as unknown:
             fault = str(unknown)
-    least = least_chunk(longest, edge.pack)
+    least = min_chunk(longest, edge.pack)
     return max(least, min(DEFAULTS[device.type], powers(longest)[-1])), f"a default, because {fault}"
 
 

@@ -94,7 +94,7 @@ class Steps:
         self.wire = wire
         self.moments = moments
         self.packed: MomentFormat = packed if moments else "float32"
-        self.late = home_in.late
+        self.late = home_in.updates_late
         self.by_unit = self.late or self.packed != "float32"
         self.buckets = buckets_of(itinerary.spec, itinerary.home, rank)
         self.state_bytes = StateBytes(weight_bytes, sum_bytes, moments, self.packed)

@@ -65,7 +65,7 @@ def _charts(plan: Planned) -> Iterator[str]:
         lanes = {lane: {"seconds": seconds} for lane, seconds in plan.lanes(best).items()}
         yield bars("Where the seconds go", "Of the busiest stage, by lane; lanes run beside one another.", lanes, "{:.3g} s".format)
     kinds = {"chosen": [best] if best is not None else [], "one layout": [], "a layout for each length": []}
-    for way in plan.choice.ways:
+    for way in plan.choice.plans:
         if way is not best:
             kinds["one layout" if len(way.edges) == 1 else "a layout for each length"].append(way)
     series = []

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from longshift.layout.heads import own_heads, tensor_heads
+from longshift.layout.heads import rank_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout, Schedule, Where
 from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.spec.model import ModelSpec
@@ -248,7 +248,7 @@ def buffer_bytes(
 ) -> BufferBytes:
     """Bytes on the rank at `coord`, of chunks in these orders."""
     heads = len(tensor_heads(spec, layout, coord)[0])
-    queries, keys = own_heads(spec, layout, coord)
+    queries, keys = rank_heads(spec, layout, coord)
     kv_heads = -(-heads * spec.kv_heads // spec.heads)
     accum_bytes = max(4, compute_bytes)
     row = spec.width * compute_bytes

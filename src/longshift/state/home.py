@@ -138,7 +138,7 @@ class Home:
         self.moments = rule.moments if rule else ()
         self.packed: MomentFormat = packed if self.moments else "float32"
         self.saved = saved_moments(self.moments, self.packed, precision.home)
-        self.records = Records(Path(folder or tempfile.gettempdir())) if "disk" in home_in.named else None
+        self.records = Records(Path(folder or tempfile.gettempdir())) if "disk" in home_in.tiers else None
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
 
         buckets = [bucket for bucket in buckets_of(spec, cut) if self.rank in bucket.holders]
@@ -171,7 +171,7 @@ class Home:
     @property
     def by_unit(self) -> bool:
         """Whether it is updated unit by unit."""
-        return self.home_in.late or self.packed != "float32"
+        return self.home_in.updates_late or self.packed != "float32"
 
     def settled(self) -> None:
         """Return when gradient sums are where they lie."""

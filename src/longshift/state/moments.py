@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longshift.layout.blocks import BLOCK, rows_at_once, scales_of, widened
+from longshift.layout.blocks import BLOCK, rows_at_once, scales_of, widen_to_blocks
 from longshift.layout.box import Box
 from longshift.spec.formats import MomentFormat
 from longshift.state.block_codec import CODES, decode, in_blocks, in_rows, maxima_to_scales
@@ -137,7 +137,7 @@ def converted(
     """Values, or codes and scales, of a box of a moment in one format, from what was saved in another. `read`: a kind's saved values of a
     box; `shape`: of the weight. Scales are those of whole blocks, whoever has the rest of them."""
     # Blocks that the box has a part of are read, and coded, as a whole.
-    wide_box = widened(box, shape)
+    wide_box = widen_to_blocks(box, shape)
     blocks = scales_of(box)
     root = kind in ROOTS
     column = wide_box.start[-1]

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longshift.layout.blocks import begun_in, scales_of
+from longshift.layout.blocks import blocks_starting_in, scales_of
 from longshift.layout.box import Box
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
@@ -326,7 +326,7 @@ def _views(shard: Shard, flats: Mapping[str, Tensor], changing: bool) -> Iterato
         yield name, box, shard.owned, views | (scales if changing else {})
         if scales and not changing:
             # Two shards may have parts of a block: the one where it begins speaks for it.
-            begun = begun_in(box)
+            begun = blocks_starting_in(box)
             yield name, begun, shard.owned, {kind: view[begun.within(blocks)] for kind, view in scales.items()}
         start += box.elements
         first += blocks.elements

@@ -92,18 +92,18 @@ class Coded:
         return block_codec.decode(codes, scales, strip.piece.box.start[-1], dtype)
 
     def _vectors(self, strip: Strip, packed: Tensor) -> Tensor:
-        start = strip.before * self.wide.itemsize
+        start = strip.wire_offset * self.wide.itemsize
         size = strip.elements * self.wide.itemsize
         return packed[:, start : start + size].view(self.wide)
 
     def _scales(self, strip: Strip, packed: Tensor) -> Tensor:
-        start = self.areas.scales + 4 * strip.scales_before
+        start = self.areas.scales + 4 * strip.scale_offset
         size = 4 * strip.rows * strip.scales
         row_shape = scales_of(strip.piece.box).shape[1:]
         return packed[:, start : start + size].view(torch.float32).view((-1, strip.rows, *row_shape))
 
     def _codes(self, strip: Strip, packed: Tensor) -> Tensor:
-        start = self.areas.codes + strip.before
+        start = self.areas.codes + strip.wire_offset
         row_shape = strip.piece.box.shape[1:]
         codes = packed[:, start : start + strip.elements].view(block_codec.CODES)
         return codes.view((-1, strip.rows, *row_shape))
@@ -143,6 +143,6 @@ def add_in_order(total: Tensor, sent: Tensor) -> None:
 
 def _runs(strip: Strip, slots: int) -> Iterator[slice]:
     """Some rows of a strip at a time; all where it is not coded."""
-    step = strip.at_once(slots) if strip.coded else strip.rows
+    step = strip.rows_at_once(slots) if strip.coded else strip.rows
     for row in range(0, strip.rows, step):
         yield slice(row, row + step)

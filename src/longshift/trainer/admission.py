@@ -50,7 +50,7 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
 
     # 1. Weigh the largest step; once more without early updates, if any rank lacks room for it.
     shape = shape_of(config, world.per_node)
-    is_on_disk = "disk" in config.home.at.named
+    is_on_disk = "disk" in config.home.at.tiers
     step_needs, waiting, fault = weigh(shape)
     if is_on_disk and any(world.gather_text(fault or "")):
         shape = replace(shape, early=False)

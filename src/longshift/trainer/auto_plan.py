@@ -22,9 +22,9 @@ from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.axes import token_axes
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import format_size
-from longshift.planner.replay import Way
-from longshift.planner.search import Choice, search
-from longshift.planner.task import Task
+from longshift.planner.plan_evaluator import PlanCandidate
+from longshift.planner.search import SearchResult, search
+from longshift.planner.task import PlanTask
 from longshift.simulate.calibrate import BAND
 from longshift.simulate.clock import in_visiting_order
 from longshift.simulate.cost import sizes
@@ -93,14 +93,14 @@ def other_ranks(config: Config, cluster: Cluster) -> str | None:
     return f"the config's layout has {ranks} rank{'s' * (ranks != 1)}; this plan is for all {cluster.devices} devices of the cluster"
 
 
-def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None, all_devices: bool = False) -> Task:
+def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None, all_devices: bool = False) -> PlanTask:
     """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every device, however many ranks the config's
     own layout has."""
     request = config.layout
     if not isinstance(request, AutoLayout):
         request = AutoLayout(None if all_devices else config.world)
     world = request.ranks or cluster.devices
-    return Task(
+    return PlanTask(
         spec=config.spec,
         cluster=on_cluster(cluster, world, config.train.precision),
         lengths=cut(lengths, config),
@@ -123,8 +123,8 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
 class Planned:
     """A task and the choice for it. `alternatives`: plans with the other homes that were compared."""
 
-    task: Task
-    choice: Choice
+    task: PlanTask
+    choice: SearchResult
     alternatives: tuple["Planned", ...] = ()
 
     @property
@@ -133,14 +133,14 @@ class Planned:
         calibration = self.task.cluster.calibration
         return BAND if calibration is None else calibration.band
 
-    def layout(self, way: Way) -> Any:
+    def layout(self, way: PlanCandidate) -> Any:
         """A way in the form of the config's `layout`."""
         last = way.edges[-1]
         if len(way.edges) == 1 and last.pack == last.upto:
             return str(last.use)
         return [edge.told() for edge in way.edges]
 
-    def groups(self, way: Way) -> tuple[PlannedGroup, ...]:
+    def groups(self, way: PlanCandidate) -> tuple[PlannedGroup, ...]:
         """What each group of a way has and takes, of the mean step, in the order of lengths."""
         # By a group's longest document.
         documents = Counter[int]()
@@ -206,7 +206,7 @@ class Planned:
             tokens_per_step=task.tokens_per_step,
             documents=task.lengths.documents,
             longest=task.longest,
-            candidates=choice.candidates,
+            candidates=choice.num_candidates,
             refused=choice.refused,
             budget_bytes=int(task.budget_bytes),
             fits=best is not None,
@@ -225,12 +225,12 @@ class Planned:
                 "mfu": {name: float(share) for name, share in shares.items()},
                 "single": self._way(choice.single) if choice.single else None,
                 "context_parallel": self._way(choice.context_parallel) if choice.context_parallel else None,
-                "tried": tuple(self._way(way) for way in choice.worth_trying()),
-                "rivals": tuple(self._way(way, times=way.seconds / best.seconds) for way in choice.ways[1 : 1 + RIVALS]),
+                "tried": tuple(self._way(way) for way in choice.trial_plans()),
+                "rivals": tuple(self._way(way, times=way.seconds / best.seconds) for way in choice.plans[1 : 1 + RIVALS]),
             }
         )
 
-    def _way(self, way: Way, **fields: Any) -> PlannedWay:
+    def _way(self, way: PlanCandidate, **fields: Any) -> PlannedWay:
         return PlannedWay(
             layout=self.layout(way),
             seconds=way.seconds,
@@ -241,7 +241,7 @@ class Planned:
             **fields,
         )
 
-    def lanes(self, way: Way) -> dict[str, float]:
+    def lanes(self, way: PlanCandidate) -> dict[str, float]:
         """Seconds in which each lane of the busiest stage does something, of the mean step."""
         busy_s = {lane: float(np.mean([step.busy_s(lane) for step, _ in way.steps])) for lane in LANES}
         return {lane: seconds for lane, seconds in busy_s.items() if seconds}
@@ -265,11 +265,11 @@ class Planned:
         for way, lack, memory in self.choice.short[:RIVALS]:
             yield f"  {way}: {_short(lack, memory)}" + f", at {way.peak}" * (memory == "device")
         lacks_host = any(memory == "host" for _, _, memory in self.choice.short)
-        if lacks_host and "host" in task.home.named:
+        if lacks_host and "host" in task.home.tiers:
             yield "home: disk, or a part of it, keeps less in host memory"
         yield from self.choice.changes
 
-    def _need_lines(self, best: Way) -> Iterator[str]:
+    def _need_lines(self, best: PlanCandidate) -> Iterator[str]:
         """Sentences about the seconds and the memory of the best way."""
         task = self.task
         min_s = best.seconds * (1 - self.band)
@@ -285,10 +285,10 @@ class Planned:
                 room = task.limits[memory]
                 rest = f": {_gib(room - size)} left" if room < inf else ""
                 yield f"{where} a rank keeps {_gib(size)}{rest}"
-        if "disk" in task.home.named and not best.shape.early:
+        if "disk" in task.home.tiers and not best.shape.early:
             yield "updates before the norm have no room there: all are made under the next forward"
 
-    def _comparison_lines(self, best: Way) -> Iterator[str]:
+    def _comparison_lines(self, best: PlanCandidate) -> Iterator[str]:
         """Sentences about other homes and other ways, beside the best."""
         choice = self.choice
         home = self.task.home
@@ -305,18 +305,18 @@ class Planned:
         if context is not None and context not in (best, single):
             times = context.seconds / best.seconds
             yield f"the best by context parallelism alone, {context}, takes {times:.2f} times as long"
-        for way in choice.ways[1 : 1 + RIVALS]:
+        for way in choice.plans[1 : 1 + RIVALS]:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
         for way, lack, memory in choice.short[:RIVALS]:
             yield f"  {way}: {_short(lack, memory)}"
         for rival in choice.rivals:
             excess = f"{rival.times - 1:+.1%} over the best single layout (rate cards)"
             yield f"  {rival.layout}: {excess}, {_gib(rival.short_bytes)} short"
-        trials = choice.worth_trying()
+        trials = choice.trial_plans()
         if len(trials) > 1:
             yield TRIALS_NOTE
             yield from (f"  {way}: {way.seconds:.3g} s" for way in trials)
-        yield f"{choice.candidates:,} layouts were compared"
+        yield f"{choice.num_candidates:,} layouts were compared"
         for reason, count in choice.refused.items():
             yield f"  {count:,} refused: {reason}"
 
@@ -329,7 +329,7 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def plan(task: Task, tell: Callable[[str], None] = lambda line: None) -> Planned:
+def plan(task: PlanTask, tell: Callable[[str], None] = lambda line: None) -> Planned:
     """The plan of a task. Where homes are compared, it has the fastest.
 
     `tell`: is called with the home that is searched next."""
@@ -375,7 +375,7 @@ def resolve_layout(
         raise OutOfMemoryError("\n  ".join(["layout: auto:", *result.lines()]))
 
     # 3. Take the best choice; among several, the trials decide.
-    ways = result.choice.worth_trying()
+    ways = result.choice.trial_plans()
     choices = tuple(result.layout(way) for way in ways)
     file = PlanFile(
         asked=request.to_json(),
@@ -405,7 +405,7 @@ def write_config(config: Config, plan: Planned, path: Path) -> None:
         raise UsageError(f"{path} cannot be written: {fault.strerror}") from None
 
 
-def write_trace(way: Way, path: Path) -> None:
+def write_trace(way: PlanCandidate, path: Path) -> None:
     """Write the first of the steps that were played, in the Trace Event Format. Raises UsageError where the file cannot be written."""
     step, _ = way.steps[0]
     spans: dict[int, list[Span]] = {}

@@ -149,7 +149,7 @@ class SmallRun:
         """The largest gradient norm of each step."""
         if self.config.train.clip is None:
             return (None,) * len(NORMS)
-        return EARLY_NORMS if "disk" in self.config.home.at.named else NORMS
+        return EARLY_NORMS if "disk" in self.config.home.at.tiers else NORMS
 
     def lengths(self) -> list[int]:
         """Lengths of a step's documents, which give every replica `micros` packs of every group, the longest there may be among them."""

@@ -19,9 +19,9 @@ AGAIN = "remove it, and layout: auto is chosen again"
 @dataclass(frozen=True)
 class PlanFile:
     """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, all of which are
-    tried (`Choice.worth_trying`); `facts`: what the planner said; `trials`: what the steps of those that were tried took; `chosen`: the
-    one that goes on; `calibration`: what the trials' steps showed of the machine; `home`: what `home: auto` became, None where the config
-    names a home."""
+    tried (`SearchResult.trial_plans`); `facts`: what the planner said; `trials`: what the steps of those that were tried took;
+    `chosen`: the one that goes on; `calibration`: what the trials' steps showed of the machine; `home`: what `home: auto` became,
+    None where the config names a home."""
 
     asked: Any
     choices: tuple[Any, ...]

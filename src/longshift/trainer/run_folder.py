@@ -141,7 +141,7 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
             load_callback(config.train.on_step)  # what is wrong with it is said before the ranks start
     _prove_writable(folder.path, "the run folder", "save.dir", make=True)
     if config.stream.folder and (
-        "disk" in config.home.at.named or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
+        "disk" in config.home.at.tiers or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
     ):
         _prove_writable(Path(config.stream.folder), "the folder", "stream.folder", make=False)
     if resume and not folder.latest.exists():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longshift.documents.micro import ChunkedPack
-from longshift.layout.heads import own_heads
+from longshift.layout.heads import rank_heads
 from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import Run, TokenOrder
 from longshift.schedule.unit_events import EventLists
@@ -252,7 +252,7 @@ class _EventPlayer:
         setup = self.setup
         tokens = order.local_tokens
         width = setup.spec.head_width
-        queries, keys = own_heads(setup.spec, setup.layout, setup.coord)
+        queries, keys = rank_heads(setup.spec, setup.layout, setup.coord)
         dtype = self._accum_dtype if accumulates else setup.dtype
         q = self.rank.empty(tokens, queries, width, dtype=dtype)
         kv = self.rank.empty(2, tokens, keys, width, dtype=dtype)

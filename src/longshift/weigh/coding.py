@@ -105,4 +105,4 @@ def _encoding(elements: int, item_bytes: int) -> int:
 
 def _decoding(strip: Strip, slots: int, item_bytes: int) -> int:
     # The values; and codes in blocks, where rows do not consist of whole blocks.
-    return strip.elements_at_once(slots) * (item_bytes + (not strip.whole))
+    return strip.elements_at_once(slots) * (item_bytes + (not strip.has_whole_blocks))

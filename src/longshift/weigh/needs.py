@@ -15,7 +15,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.layout import axes
-from longshift.layout.heads import own_heads
+from longshift.layout.heads import rank_heads
 from longshift.layout.home_tiers import HomeTiers
 from longshift.model.kernel_calls import LONG
 from longshift.program.step import Steps
@@ -236,7 +236,7 @@ def representative_ranks(shape: StepShape) -> list[int]:
             for count in (spec.heads, spec.ffn, spec.vocab):
                 first, last = share(count, layout.weight_ranks, place)
                 sizes.append(last - first)
-            heads = own_heads(spec, layout, coord)
+            heads = rank_heads(spec, layout, coord)
             key.append((coord.pp, coord.dp == 0, heads, tuple(sizes)))
         ranks.setdefault(tuple(key), rank)
     return list(ranks.values())

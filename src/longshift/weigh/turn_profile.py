@@ -133,7 +133,7 @@ class RankPlayer:
         tokens_T = torch.empty(tokens, dtype=torch.int64, device=META)
         labels_T = torch.empty_like(tokens_T)
         positions_T = torch.empty_like(tokens_T)
-        runs = order.runs[layout.place(setup.coord, axes.dealt("two-ended"))]
+        runs = order.runs[layout.place(setup.coord, axes.deal_axes("two-ended"))]
         ends = torch.empty(1 + len(runs), dtype=torch.int32, device=META)
         width = setup.spec.rotary_width
         rotary = {rope: rotary_table(rope, width, positions_T, setup.dtype) for rope in ropes}
