@@ -77,7 +77,7 @@ def check(
 
 
 def _degree_faults(layout: Layout) -> Iterator[str]:
-    degrees = {name: layout.degree(name) for name in axes.names()} | {"virtual": layout.virtual}
+    degrees = {name: layout.degree(name) for name in axes.names()[::-1]} | {"virtual": layout.virtual}
     for name, degree in degrees.items():
         if degree < 1:
             yield f"{name} is {degree}: a degree is at least 1"
