@@ -172,11 +172,11 @@ def test_clock_counts_what_a_loss_gathers():
         ("detached", "returns losses that have no gradient"),
         ("text", "returns str, and a tensor with the loss of each token is needed"),
         ("number", "is no function of logits and labels"),
-        ("missing", "cannot be loaded: AttributeError: module 'own_code' has no attribute 'missing'"),
+        ("missing", "own_code has no missing"),
     ],
 )
 def test_a_loss_that_would_not_be_the_same_training_is_refused(loss: str, told: str):
-    with pytest.raises(UsageError, match=f"^train.loss: own_code:{loss} {told}"):
+    with pytest.raises(UsageError, match=f"^train.loss: own_code:{loss}:? {told}"):
         token_loss(f"own_code:{loss}", 61)
 
 
@@ -301,11 +301,11 @@ def test_vectors_are_updated_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch):
         ("Master", "needs moments: a tuple of the names"),
         ("Text", "needs moments: a tuple of the names"),
         ("Still", "has no method update"),
-        ("missing", "cannot be loaded"),
+        ("missing", "own_code has no missing"),
     ],
 )
 def test_a_rule_that_would_not_be_the_same_training_is_refused(rule: str, told: str):
-    with pytest.raises(UsageError, match=f"^train.optimizer: own_code:{rule} {told}"):
+    with pytest.raises(UsageError, match=f"^train.optimizer: own_code:{rule}:? {told}"):
         tried_rule(f"own_code:{rule}")
 
 

@@ -68,7 +68,7 @@ def test_a_kernel_shows_one_line_of_progress_and_tables(place: Path, layout: str
     (listed,) = steps
     assert [len(line) < 100 for line in listed.data["text/plain"].splitlines()] == [True] * 3
     assert "<td>grad_norm</td>" in step[0].data["text/html"]
-    assert "<td>tiny-llama</td>" in run[0].data["text/html"]
+    assert "<td>&#x27;tiny-llama&#x27;</td>" in run[0].data["text/html"]
     assert len(run[0].data["text/plain"]) < 400
 
 
