@@ -144,7 +144,7 @@ def test_a_run_whose_actor_is_killed_goes_on_with_three_of_four_and_ends_with_th
     assert max(float((alone[name] - resumed[name]).abs().max()) for name in alone) < 1e-12
 
 
-def test_a_rank_that_is_killed_is_started_again_on_all_devices_and_leaving_the_loop_saves(place, monkeypatch):
+def test_a_rank_that_is_killed_is_started_again_on_all_devices_and_leaving_the_loop_saves(place, monkeypatch, capfd):
     """Its actor lives, and with it the device. From Python, which passes Ctrl-C on to the command."""
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -159,14 +159,13 @@ def test_a_rank_that_is_killed_is_started_again_on_all_devices_and_leaving_the_l
             ranks, children = started_by(psutil.Process())
             started = [process for process in children if process not in before]
             ranks["longshift-r1"].kill()
-        if len(seen) > 3 and step.step >= 5:
+        if len(seen) > 3 and step.first:  # of the ranks that were started again
             break
     steps.close()
     rows = read_rows(place / "left/metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert {row["layout"] for row in rows} == {"dp2"}
-    again = next(n for n in range(1, len(seen)) if seen[n] != seen[n - 1] + 1)
-    assert seen[again] in (1, 3, 5)
+    assert "going on from" in capfd.readouterr().err
     assert RunFolder(place / "left").steps_saved() == rows[-1]["step"] < 5000
     assert len(started) > 6
     assert not psutil.wait_procs(started, timeout=30)[1]
