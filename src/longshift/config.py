@@ -370,7 +370,8 @@ class Config(Section):
                 "home.moments: float8 keeps second moments as their roots, and which moments are such is known of adamw and sgd alone; "
                 "write home.moments=bf16, or leave it out"
             )
-        if self.home.moments != "float32" and not self.train.rule.moments:
+        # A rule of a person's own is not loaded to read a config.
+        if self.home.moments != "float32" and self.train.optimizer in OPTIMIZERS and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
         return self
 

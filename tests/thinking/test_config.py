@@ -109,7 +109,7 @@ def test_numbers_of_another_optimizer_are_refused(changes, told):
 
 def test_config_of_a_users_own_code_is_read_without_it():
     """As for an export. Only what needs the moments, or plays the loss, loads it."""
-    config = parse_config(GOOD, ["train.loss=gone:loss", "train.optimizer=gone:Rule"])
+    config = parse_config(GOOD, ["train.loss=gone:loss", "train.optimizer=gone:Rule", "home.moments=bf16"])
     assert config.spec == replace(config.model.spec, loss="gone:loss")
     with pytest.raises(UsageError, match="gone:Rule: there is no module gone"):
         _ = config.formats

@@ -191,3 +191,10 @@ def test_a_possible_layout_leaves_no_rank_idle(layout):
         for part in param.parts:
             assert all(stop > start for start, stop in (part.rows(layout.tp, t) for t in range(layout.tp)))
     assert SPEC.heads // layout.tp // layout.ulysses >= 1
+
+
+def test_one_rank_cuts_no_block_of_a_scale_whatever_parts_a_weight_has():
+    """GPT-2 XL's fused weight of queries, keys and values has parts of 1,600 rows, which 128 does not divide: tp2 cuts blocks, tp1 none."""
+    spec = ModelSpec("gpt2", 50257, 1600, 2, 25, 25, 64, 6400, 1024, norm="layer", gated=False, fused_qkv=True, learned_positions=True)
+    assert faults(spec, Layout(dp=2), 2, float8=True) == ()
+    assert any("inside a block of 128" in reason for reason in faults(spec, Layout(tp=2), 2, float8=True))

@@ -15,6 +15,7 @@ from signal import Signals
 from threading import Thread
 from typing import NamedTuple
 
+from longshift.cluster.host import core_count
 from longshift.dist.ranks import Started
 from longshift.errors import UsageError
 
@@ -38,9 +39,10 @@ class RankActor:
         self._readers: list[Thread] = []
 
     def free_port(self) -> int:
-        """A port of this machine where nobody listens now."""
-        with socket.create_server(("", 0)) as server:
-            return server.getsockname()[1]
+        """A port of this machine where nobody listens now. It is taken for a moment, without listening."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return free.getsockname()[1]
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> int:
         """Start `longshift` with these words in a folder; its process. Raises UsageError where this machine has no such folder."""
@@ -50,7 +52,9 @@ class RankActor:
         outputs = [os.pipe() for _ in range(2)]
         try:
             command = [sys.executable, "-m", "longshift.cli", *words]
-            place = {**environment, "LONGSHIFT_PARENT": str(os.getpid())}
+            # Ray gives actors without processors one thread, which ranks would inherit.
+            threads = max(1, core_count() // int(environment.get("LOCAL_WORLD_SIZE", 1)))
+            place = {"OMP_NUM_THREADS": str(threads), **environment, "LONGSHIFT_PARENT": str(os.getpid())}
             self._rank = Started(command, [place], held=True, folder=folder, stdout=outputs[0][1], stderr=outputs[1][1])
         finally:
             for _, write_end in outputs:

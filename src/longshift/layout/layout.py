@@ -226,7 +226,7 @@ class Layout:
         for name, degree in degrees.items():
             values = by_field if hasattr(self, name) else extra
             values[name] = degree
-        return replace(self, **by_field, extra=tuple(extra.items()))
+        return replace(self, **by_field, extra=tuple(sorted(item for item in extra.items() if item[1] != 1)))
 
     def __str__(self) -> str:
         words = []

@@ -177,6 +177,8 @@ def cut_inside_a_block(spec: ModelSpec, tp: int) -> str | None:
 
     None if there is none.
     """
+    if tp == 1:
+        return None  # nothing is cut, whatever parts a weight has
     layout = Layout(tp=tp)
     coords = [layout.coord(rank) for rank in range(tp)]
     checked: set[tuple] = set()

@@ -37,8 +37,8 @@ function ticks(low, high, log, most) {
       if (found.length > 1) break
     }
     const every = Math.ceil(found.length / most)
-    return found.filter((_, place) => place % every === 0)
-  }
+    if (found.length > 1) return found.filter((_, place) => place % every === 0)
+  } // a range without two round numbers has linear ticks
   const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough))
   const step = power * [1, 2, 5, 10].find(factor => factor * power >= rough * 0.999)
   const found = []
@@ -84,7 +84,7 @@ function draw(one) {
   const ys = drawn.flatMap(({ series, points }) => points.map(([, y, n]) => y * (1 + (series.band?.[n] ?? 0)))), bottom = height - 34
   const y = scale(ys, logy, one.zero, bottom, 14)
   const yTicks = ticks(y.low, y.high, logy, Math.max(2, bottom / 40))
-  const left = 12 + H * 1.25 * Math.max(...yTicks.map(tick => shown(tick).length))
+  const left = 12 + H * 1.25 * Math.max(0, ...yTicks.map(tick => shown(tick).length))
   const xs = all.map(([x]) => x).concat(one.limit === null ? [] : [one.limit])
   const x = scale(xs, logx, false, left, width - 12)
   const xTicks = ticks(x.low, x.high, logx, Math.max(2, (width - left) / 80))
@@ -110,7 +110,8 @@ function draw(one) {
     if (series.style === 'dots' || points.length < 12)
       for (const [px, py] of curve) svg += `<circle class="dots" ${own} r="3" cx="${x.at(px).toFixed(1)}" cy="${y.at(py).toFixed(1)}"/>`
   }
-  one.plot.innerHTML = `<svg role="img" aria-label="${one.title}" width="${width}" height="${height}">${svg}<rect class="pick" y="10" height="${bottom - 10}"/></svg>`
+  one.plot.innerHTML = `<svg role="img" width="${width}" height="${height}">${svg}<rect class="pick" y="10" height="${bottom - 10}"/></svg>`
+  one.plot.firstChild.setAttribute('aria-label', one.title) // not as markup: it may hold the name of a folder
   Object.assign(one, { drawn, scaleX: x, scaleY: y })
 }
 

@@ -141,6 +141,8 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
 def _ended(config: Config, last: StepMetrics, cause: object) -> str:
     if cause:
         return f"failed after step {last.step}: {cause}"
+    if last.stopped is not None:
+        return f"ended by train.on_step at step {last.step}: {last.stopped}"
     if last.early:
         return f"ended early at step {last.step}: validation became no better"
     return "finished" if last.step >= config.train.steps else f"stands at step {last.step} of {config.train.steps}"

@@ -16,7 +16,7 @@ from longshift.user_code import load_object
 
 KEY = "train.optimizer"
 OPTIMIZERS = ("adamw", "sgd")
-TAKEN = ("master", "grad")  # kinds of vectors that home has beside moments
+TAKEN = ("master", "grad", "step")  # vectors that home has beside moments, and the count of updates
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,11 @@ class RayDevices:
         for index in range(ranks):
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             actors.append(actor_class.options(**share, scheduling_strategy=bundle).remote())
-        ray.get([actor.free_port.remote() for actor in actors])  # they are there
+        try:
+            ray.get([actor.poll.remote(0.0) for actor in actors], timeout=RESERVE_S)
+        except (RayActorError, GetTimeoutError) as fault:
+            reason = str(fault).strip().splitlines()[0]
+            raise UsageError(f"Ray cannot start the ranks' actors: {reason}; all machines of a run need the same longshift") from fault
 
         nodes = [node for _, node in sorted(placement_group_table(group)["bundles_to_node_id"].items())]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -146,7 +150,10 @@ def connect(address: str | None, asked: int | None, ranks: int, crowded: bool) -
         if address is None:
             check_room(ranks, crowded)
             size = {"num_cpus": max(ranks, core_count()), "object_store_memory": OBJECT_STORE_BYTES}
-            ray.init("local", **size, include_dashboard=False, _temp_dir=str(folder), **quiet)
+            try:
+                ray.init("local", **size, include_dashboard=False, _temp_dir=str(folder), **quiet)
+            except (OSError, ConnectionError, ValueError, RuntimeError) as fault:
+                raise UsageError(f"Ray cannot start on this machine: {fault}; its sockets need a short TMPDIR, such as /tmp") from fault
         else:
             try:
                 ray.init(address, **quiet)
@@ -273,8 +280,7 @@ def is_of_device(cause: Cause) -> bool:
 @dataclass(frozen=True)
 class RayRun:
     """A run on Ray. `words`: of the command of its ranks, without --resume; `refit`: the config, and its plan, for fewer ranks; `restarts`:
-    how many times it may start again without a new checkpoint; `out`:
-    for what rank 0 prints."""
+    how many times it may start again without a new checkpoint; `out`: for what rank 0 prints."""
 
     devices: RayDevices
     folder: RunFolder
