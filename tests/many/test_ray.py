@@ -133,8 +133,8 @@ def test_a_run_whose_actor_is_killed_goes_on_with_three_of_four_and_ends_with_th
     lost, change, going_on = [line for line in err.splitlines() if line.startswith("longshift: ")]  # Ray has lines of its own
     assert lost == "longshift: rank 1 was lost: its actor's worker process has died; 3 of 4 devices are left"
     assert change == "longshift: layout dp4 becomes dp3"
-    saved = int(going_on.partition("/checkpoints/step-")[2].split(";")[0])
-    assert saved in (2, 4, 6)
+    saved = int(going_on.partition("/checkpoints/step-")[2].split(";")[0] or 0)  # none yet, where the disk was slower than the steps
+    assert saved in (0, 2, 4, 6)
     rows = read_rows(place / "run/metrics.jsonl")
     assert [(row["step"], row["layout"]) for row in rows] == [(n, "dp4" if n <= saved else "dp3") for n in range(1, STEPS + 1)]
 
