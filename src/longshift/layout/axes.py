@@ -1,19 +1,14 @@
-"""Axes: the ways to share a step among ranks, one entry each. All that is true of every axis is written once, and iterates over them.
+"""The table of axes: the ways to share a step among ranks. What is true of every axis is written once, and iterates over the table.
 
-    axis      word   a rank has a part of              what its ranks send inside a turn
-    tp        tp     the weights, and of the tokens    tokens, before and after the weights that are cut
-                     between these
-    ulysses   u      the tokens                        tokens for heads, and back
-    ring      ring   the tokens                        keys and values, and their gradients
-    dp        dp     the packs                         nothing
-    pp        pp     the blocks                        nothing
-
-`parallel` has a file for each that sends, with its paper, picture and bytes; `step.compose` inserts these at the seams of the model;
-`layout.legal` says why a degree is impossible.
+`parallel` has a file for each axis whose ranks send inside a turn, with its paper, picture and bytes. `step.compose` inserts these at the
+seams of the model. `layout.legal` says why a degree is impossible.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
+
+Degree = TypeVar("Degree")
 
 
 @dataclass(frozen=True)
@@ -41,14 +36,7 @@ class Axis:
 AXES: tuple[Axis, ...] = (
     Axis("tp", "tp", "weights", "contiguous", "tensor: all-gather and reduce-scatter of tokens"),
     Axis("ulysses", "u", "tokens", "contiguous", "Ulysses: all-to-all of tokens and heads"),
-    Axis(
-        "ring",
-        "ring",
-        "tokens",
-        "two-ended",
-        "ring: keys and values, and their gradients",
-        overlaps=True,
-    ),
+    Axis("ring", "ring", "tokens", "two-ended", "ring: keys and values, and their gradients", overlaps=True),
     Axis("dp", "dp", "packs"),
     Axis("pp", "pp", "blocks"),
 )
@@ -82,3 +70,38 @@ def holder_axes() -> tuple[Axis, ...]:
 def weight_axes() -> tuple[Axis, ...]:
     """Axes that cut weights."""
     return tuple(axis for axis in AXES if axis.shares == "weights")
+
+
+class Degrees(Generic[Degree]):
+    """What follows from a degree for each axis: numbers of one layout, or arrays of many."""
+
+    def degree(self, axis: str) -> Degree:
+        """The degree of an axis, by its name."""
+        raise NotImplementedError
+
+    def ranks_along(self, along: Iterable[Axis]) -> Degree:
+        """The product of degrees."""
+        ranks: Any = 1
+        for axis in along:
+            ranks = ranks * self.degree(axis.name)
+        return ranks
+
+    @property
+    def world(self) -> Degree:
+        """Number of ranks."""
+        return self.ranks_along(AXES)
+
+    @property
+    def sequence(self) -> Degree:
+        """Ranks that hold different tokens of one pack between attention and linear layers."""
+        return self.ranks_along(token_axes())
+
+    @property
+    def weight_ranks(self) -> Degree:
+        """Ranks that a weight is cut for."""
+        return self.ranks_along(weight_axes())
+
+    @property
+    def holders(self) -> Degree:
+        """Ranks that compute with the same weights."""
+        return self.ranks_along(holder_axes())

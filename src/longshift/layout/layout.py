@@ -41,12 +41,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, product
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.layout import axes
-from longshift.layout.axes import Axis
+from longshift.layout.axes import Axis, Degrees
 from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
@@ -59,12 +58,8 @@ Tier = Literal["device", "host", "disk"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
-_NUMBERS = {
-    "z": "zero",
-    "v": "virtual",
-    "every": "every",
-    "keep": "kept_blocks",
-}  # fields of words with a number, besides the axes
+# Fields of words with a number, besides the axes.
+_NUMBERS = {"z": "zero", "v": "virtual", "every": "every", "keep": "kept_blocks"}
 # Policies in the order in which they are written, after the axes.
 _POLICIES = (
     "virtual",
@@ -119,7 +114,7 @@ class Coord:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Degrees[int]):
     """Degrees and policies of one way to compute.
 
     `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
@@ -231,7 +226,7 @@ class Layout:
     def __str__(self) -> str:
         words = []
         for axis in reversed(axes.AXES):
-            degree = self._degree(axis.name)
+            degree = self.degree(axis.name)
             if axis.shares == "blocks" and self.stages:
                 sizes = "-".join(map(str, self.stages))
                 words.append(f"{axis.word}{degree}:{sizes}")
@@ -253,11 +248,6 @@ class Layout:
         return ".".join(words) or "dp1"
 
     @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.ranks_along(axes.AXES)
-
-    @property
     def open(self) -> bool:
         """Whether it leaves something to be chosen."""
         return self.chunk == AUTO or self.recompute == "auto"
@@ -265,17 +255,7 @@ class Layout:
     @property
     def mesh(self) -> tuple[int, ...]:
         """Degrees of the axes that share the tokens of a pack, fastest first."""
-        return tuple(self._degree(axis.name) for axis in axes.token_axes())
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that hold different tokens of one pack between attention and linear layers."""
-        return self.ranks_along(axes.token_axes())
-
-    @property
-    def weight_ranks(self) -> int:
-        """Ranks that a weight is cut for."""
-        return self.ranks_along(axes.weight_axes())
+        return tuple(self.degree(axis.name) for axis in axes.token_axes())
 
     @property
     def two_ended_ranks(self) -> int:
@@ -292,17 +272,10 @@ class Layout:
         """Those of `contiguous_ranks` among which the weights see different tokens."""
         return self.ranks_along(axes.neighbor_axes())
 
-    def ranks_along(self, along: Sequence[Axis]) -> int:
-        """The product of degrees."""
-        return prod(self._degree(axis.name) for axis in along)
-
     def degree(self, axis: str) -> int:
-        """Raises UsageError for a name that is no axis's."""
+        """The degree of an axis, by its name. Raises UsageError for a name that is no axis's."""
         if axis not in axes.names():
             raise UsageError(f"{axis!r} is not an axis{did_you_mean(axis, axes.names())}")
-        return self._degree(axis)
-
-    def _degree(self, axis: str) -> int:
         return getattr(self, axis) if hasattr(self, axis) else dict(self.extra).get(axis, 1)
 
     def coord(self, rank: int) -> Coord:
@@ -313,7 +286,7 @@ class Layout:
             )
         places = {}
         for axis in axes.names():  # the first varies fastest over ranks
-            rank, places[axis] = divmod(rank, self._degree(axis))
+            rank, places[axis] = divmod(rank, self.degree(axis))
         return Coord.of(places)
 
     def rank(self, coord: Coord) -> int:
@@ -324,7 +297,7 @@ class Layout:
         """Number of a coordinate among the ranks that differ along these axes only."""
         place = 0
         for axis in reversed(along):
-            place = place * self._degree(axis.name) + coord.along(axis.name)
+            place = place * self.degree(axis.name) + coord.along(axis.name)
         return place
 
     def ranks(self, *along: str, of: int) -> tuple[int, ...]:
@@ -336,7 +309,7 @@ class Layout:
         ranges = []
         for axis in slowest_first:
             place = coord.along(axis)
-            ranges.append(range(self._degree(axis)) if axis in along else (place,))
+            ranges.append(range(self.degree(axis)) if axis in along else (place,))
         coords = [Coord.of(dict(zip(slowest_first, places))) for places in product(*ranges)]
         return tuple(map(self.rank, coords))
 

@@ -12,18 +12,13 @@ import numpy as np
 
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout import axes
-from longshift.layout.axes import Axis
+from longshift.layout.axes import Degrees
 from longshift.layout.layout import Layout
 from longshift.layout.legal import mesh_faults, pipeline_faults
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.spec.model import ModelSpec
 
-VIRTUAL = (
-    1,
-    2,
-    4,
-    8,
-)  # model chunks a pipeline rank: the bubble halves with each, and messages double
+VIRTUAL = (1, 2, 4, 8)  # model chunks a pipeline rank: the bubble halves with each, and messages double
 ZERO = (0, 1, 2, 3)
 ORDERS = ("1f1b", "gpipe")  # codes: positions here
 POLICIES = ("virtual", "order", "zero", "recompute")
@@ -33,7 +28,7 @@ Fixed = Mapping[str, Sequence[int | str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
+class Candidates(Degrees[np.ndarray]):
     """Candidates as arrays of one length, int64. `order`, `recompute`: codes of ORDERS and of `simulate.cost.RECOMPUTE`."""
 
     tp: np.ndarray
@@ -60,28 +55,6 @@ class Candidates:
 
     def degree(self, axis: str) -> np.ndarray:
         return getattr(self, axis)
-
-    def _ranks_along(self, along: Sequence[Axis]) -> np.ndarray:
-        return np.prod([self.degree(axis.name) for axis in along], axis=0)
-
-    @property
-    def holders(self) -> np.ndarray:
-        """Ranks that compute with the same weights."""
-        return self._ranks_along(axes.holder_axes())
-
-    @property
-    def weight_ranks(self) -> np.ndarray:
-        """Ranks that a weight is cut for."""
-        return self._ranks_along(axes.weight_axes())
-
-    @property
-    def sequence(self) -> np.ndarray:
-        """Ranks that share the tokens of a pack."""
-        return self._ranks_along(axes.token_axes())
-
-    @property
-    def world(self) -> np.ndarray:
-        return self._ranks_along(axes.AXES)
 
     def layout(self, index: int) -> Layout:
         """One candidate as a layout."""

@@ -42,7 +42,7 @@ def neighbors(edges: Edges) -> Iterator[Edges]:
 
 def _zero_stages(layout: Layout, num_groups: int) -> list[Layout]:
     """The layout under every ZeRO stage."""
-    has_replicas = layout.ranks_along(axes.holder_axes()) > 1
+    has_replicas = layout.holders > 1
     stages = range(_min_zero(num_groups), 4 if has_replicas else 1)
     return [replace(layout, zero=zero) for zero in stages]
 

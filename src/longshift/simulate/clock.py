@@ -318,7 +318,7 @@ class Clock:
         return self.collectives[key]
 
     def _collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
-        members = layout.ranks_along(axes.holder_axes())
+        members = layout.holders
         if members == 1 or not sent_bytes:
             return 0.0
         per_node = max(1, self.per_node // layout.weight_ranks)

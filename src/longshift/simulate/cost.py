@@ -10,12 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from longshift.cluster.cluster import Device, Number
 from longshift.layout import axes
+from longshift.layout.axes import Degrees
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model.kernel_calls import EVEN, LONG
@@ -157,13 +158,7 @@ def sizes(spec: ModelSpec) -> Sizes:
     )
 
 
-class HasDegrees(Protocol):
-    """A layout, or arrays of layouts."""
-
-    def degree(self, axis: str) -> Any: ...
-
-
-class Mesh:
+class Mesh(Degrees[Number]):
     """Degrees of the axes that share a pack, fastest first, numbers or arrays: 1 where left out. Immutable."""
 
     def __init__(self, *degrees: Number):
@@ -171,13 +166,12 @@ class Mesh:
         self.degrees: dict[str, Number] = {**dict.fromkeys(names, 1), **dict(zip(names, degrees))}
 
     @classmethod
-    def of(cls, layout: HasDegrees) -> "Mesh":
+    def of(cls, layout: Degrees[Any]) -> "Mesh":
+        """The mesh of a layout, or of arrays of layouts."""
         return cls(*(layout.degree(axis.name) for axis in axes.token_axes()))
 
-    @property
-    def weight_ranks(self) -> np.ndarray:
-        """Ranks that a weight is cut for."""
-        return np.prod(np.broadcast_arrays(*(self.degrees[axis.name] for axis in axes.weight_axes())), axis=0)
+    def degree(self, axis: str) -> Number:
+        return self.degrees.get(axis, 1)
 
     @cached_property
     def distinct(self) -> tuple[list[tuple[int, ...]], np.ndarray | int]:

@@ -64,7 +64,7 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
 
 def plainest(layout: Layout) -> Layout:
     """The plainest layout that places copies, and their rows, as this one does: by stages and cuts of the weights, over so many ranks."""
-    degrees = {axis.name: 1 for axis in axes.holder_axes()} | {"dp": layout.ranks_along(axes.holder_axes())}
+    degrees = {axis.name: 1 for axis in axes.holder_axes()} | {"dp": layout.holders}
     degrees |= {axis.name: layout.degree(axis.name) for axis in axes.AXES if axis.shares in ("weights", "blocks")}
     return Layout(virtual=layout.virtual, stages=layout.stages).with_degrees(degrees)
 
