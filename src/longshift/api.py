@@ -9,7 +9,7 @@ A config is a file with overrides such as "train.lr=2e-5", or a Config. What a c
 Everything that goes wrong because of what was given is a LongshiftError.
 
 [Note: imports inside functions]  `import longshift` and the command line's help and config errors must not wait for torch. So the
-functions of this file and of `cli.py`, and only they, import what needs torch when they are called.
+functions of this file, of `cli.py` and of `train_command.py`, and only they, import what needs torch when they are called.
 """
 
 import json
@@ -40,6 +40,7 @@ from longshift.command_results import (
 )
 from longshift.config import Config
 from longshift.config_file import load_config, parse_config
+from longshift.dist.launcher import launched, own_rank
 from longshift.errors import LongshiftError, UsageError
 from longshift.files import temporary_folder, written
 from longshift.layout import legal
@@ -84,8 +85,6 @@ def train(
     machine's cores and memory are made for. `on`: "ray", or "ray:4" for 4 devices: ranks start on a Ray cluster, and again on the devices
     that are left after a loss; then steps since the newest checkpoint come again. `on_step`: what `train.on_step` is in a config, or,
     where this process trains alone, the function itself (docs/extending.md). Raises LongshiftError."""
-    from longshift.dist.world import launched, own_rank
-
     if isinstance(on_step, str):
         config, overrides = _with_callback(config, overrides, on_step)
         on_step = None
@@ -125,7 +124,7 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
         against = Layout.parse(against)
     stages = []
     for part in run.parts:
-        legal.check(part.spec, against, None, part.data.max_len, float8=part.formats.float8)
+        legal.check(part.spec, against, None, part.data.max_len, float8=part.float8)
         # Its own choices of chunks and recomputation, as a run with that layout would make them.
         (against_edge,) = with_choices(part.model_copy(update={"layout": against}), say).edges
         part = with_choices(part, say)
@@ -144,7 +143,7 @@ def check_memory(config: Config | str | Path, *overrides: str) -> MemoryCheck:
         say("recorded with train.compile=false: torch does not tell what compiled kernels hold")
         run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
     run = with_choices(run, say)
-    check_layouts(run, None)
+    run.check_layouts()
     # Made here, where a progress bar can be shown, before ranks read them.
     open_tokens(run, verify=False)
     from longshift.dist.world import own_device
@@ -255,7 +254,7 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
     if overrides:
         raise UsageError("overrides are of a config file, as in ls.train('run.yaml', 'train.lr=2e-5')")
     for part in () if isinstance(config.layout, AutoLayout) else config.parts:
-        check_layouts(part, None)
+        part.check_layouts()
     return config
 
 
@@ -265,19 +264,6 @@ def _with_callback(config: Config | str | Path, overrides: Sequence[str], on_ste
     if isinstance(config, Config):
         return parse_config(config.to_yaml(), [override]), tuple(overrides)
     return config, (*overrides, override)
-
-
-def check_layouts(config: Config, world: int | None) -> None:
-    """Raises UsageError where a layout of the config is not possible, with `world` ranks where that is given."""
-    for edge in config.edges:
-        legal.check(
-            config.spec,
-            edge.use,
-            world,
-            min(edge.upto, config.data.max_len),
-            edge.pack,
-            config.formats.float8,
-        )
 
 
 def open_tokens(config: Config, verify: bool = True) -> "TokenCache":
@@ -327,7 +313,6 @@ def run_rank(
     """The part of a run that this process does, as the rank that the environment says it is. Rank 0 keeps the metrics.
     `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`, `tell`, `on_step`: see
     `loop.train`."""
-    from longshift.dist.world import own_rank
     from longshift.trainer import loop
 
     log = MetricsLog(folder.metrics)

@@ -4,7 +4,7 @@ What commands need is imported inside them, so that help and config errors come 
 """
 
 import signal
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 FIRST_HANDLER = signal.getsignal(signal.SIGINT)
 if FIRST_HANDLER is signal.default_int_handler:  # Ctrl-C while the rest is imported ends the command without a traceback
@@ -12,13 +12,11 @@ if FIRST_HANDLER is signal.default_int_handler:  # Ctrl-C while the rest is impo
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import json as jsonlib
-import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -27,15 +25,6 @@ from longshift.errors import LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import NO_ROOM, OF_DISKS, refused
 from longshift.spec.formats import WeightFormat
 from longshift.terminal import open_streams, read_or_not, say, silent
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from longshift.config import Config
-    from longshift.dist.ranks import Seed
-    from longshift.trainer.plan_file import PlanFile
-    from longshift.trainer.ray_launch import RayDevices
-    from longshift.trainer.run_folder import RunFolder
 
 if FIRST_HANDLER is signal.default_int_handler:
     with suppress(ValueError):
@@ -138,66 +127,18 @@ def train(
     from longshift.config_file import load_config
 
     run = load_config(config, overrides)
-    rank, world = _place()
 
-    from rich.console import Console
+    from longshift.dist.launcher import place
+    from longshift.train_command import TrainCommand, leave
 
-    from longshift import api
-    from longshift.cluster.host import forks_ranks
-    from longshift.command_results import print_result
-    from longshift.dist.ranks import Seed
-    from longshift.layout.auto_layout import AutoLayout
-    from longshift.stream.trace import writable
-    from longshift.trainer.header import Header
-    from longshift.trainer.resumed import going_on
-    from longshift.trainer.run_folder import RunFolder
-
-    # 1. A process that ranks are forked from imports what they need, while this one finds out what runs.
-    may_start_ranks = world is None and not on and (isinstance(run.layout, AutoLayout) or run.world > 1)
-    with (
-        Seed(_load, _work) if may_start_ranks and not explain and forks_ranks() else nullcontext() as seed,
-        _ray_devices(on, run, resume or resume_auto, crowded) if on and not explain else nullcontext() as devices,
-    ):
-        console = Console(highlight=False)
-        header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
-        header.begin(run, config)
-        resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
-        if devices is not None and isinstance(run.layout, AutoLayout):
-            overrides = (*overrides, devices.auto_override(run.layout))
-            run = load_config(config, overrides)
-        if resume:
-            run = going_on(run, config, overrides, say if rank == 0 else silent)
-        if devices is not None:
-            run = devices.fit(run, resume, say)
-        fitted = run
-        run, plan = _resolve_layout(run)
-        run = api.with_choices(run, say)
-        if explain:
-            for explanation in api.explain(run, per_node=_per_node(run.world)):
-                print_result(explanation, json)
-            return
-
-        # 2. The run folder, and what a person is shown of the run.
-        trace = None if trace is None else writable(trace)
-        folder = _open_folder(run, plan, rank, world, resume)
-        if world is None and (header.shown or run.world > 1):
-            header.data(run, api.open_tokens(run, verify=False).lengths)  # the ranks verify
-        header.run(run, plan, folder, resume)
-
-        # 3. Train: in ranks that start here or on a Ray cluster, or as one of a launcher's.
-        if devices is not None:
-            _launch_on_ray(fitted, run, folder, resume, json, trace, devices, restarts)
-        elif world is None and run.world > 1:
-            _launch(run, folder, resume, json, trace, seed, crowded)
-        else:
-            if seed:
-                seed.close()
-            _run_unsupervised(run, folder, rank, resume, json, trace)
-
-    # 4. Where the run is.
-    is_finished = rank != 0 or _print_summary(run, folder, json)
+    rank, world = place()
+    command = TrainCommand(config, overrides, resume, resume_auto, trace, crowded, on, restarts, json, rank, world)
+    if explain:
+        command.explain(run)
+        return
+    is_finished = command.train(run, main)
     if world is not None:
-        _leave(0)
+        leave(0)
     if not is_finished:
         sys.exit(INTERRUPTED)
 
@@ -205,24 +146,10 @@ def train(
 @app.command(show=False)
 def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
     """One rank that `train` started. It ends with the process that started it."""
-    from longshift.dist.parent import call_this_process, end_with_parent
-    from longshift.trainer.interrupt import Interrupt
-    from longshift.trainer.run_folder import RunFolder, read_asked, write_cause
+    from longshift.train_command import work
+    from longshift.trainer.run_folder import RunFolder
 
-    end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_PARENT", os.getppid())))
-    stop = Interrupt()
-    rank, _ = _place()
-    call_this_process(f"longshift-r{rank}")
-    folder = RunFolder(run)
-    from longshift.trainer.launch import rank_error, tell
-
-    try:
-        _joined = folder.joined()  # open until this process ends
-        _run(read_asked(run), folder, rank, resume, json, stop, trace)
-        _leave(0)
-    except Exception as fault:
-        tell(write_cause(folder, rank, rank_error(fault, rank)))
-        _leave(1)
+    work(RunFolder(run), resume, trace, json)
 
 
 @app.command
@@ -413,11 +340,12 @@ def profile(
     from rich.console import Console
 
     from longshift.cluster import files
+    from longshift.dist.launcher import place, ranks_per_node
     from longshift.profile.report import show as show_profile
     from longshift.profile.run import measure_here
 
-    rank, world = _place()
-    cluster = measure_here(_per_node(world or 1), quick, fresh, say if rank == 0 else silent)
+    rank, world = place()
+    cluster = measure_here(ranks_per_node(world or 1), quick, fresh, say if rank == 0 else silent)
     if rank != 0:
         return
     if output is not None:
@@ -436,240 +364,6 @@ app.help_epilogue = "\n".join(("Examples:", *(f"  longshift {lines[0]}" for line
 for order, (name, lines) in enumerate(EXAMPLES.items()):
     app[name].sort_key = order
     app[name].help_epilogue = "\n".join(("Examples:", *(f"  longshift {line}" for line in lines), "", "longshift --help lists exit codes."))
-
-
-def _launch(
-    run: "Config",
-    folder: "RunFolder",
-    resume: bool,
-    json: bool,
-    trace: Path | None,
-    seed: "Seed | None",
-    crowded: bool,
-) -> None:
-    """Train in ranks of this machine, forked from `seed` where there is one."""
-    from longshift.trainer.launch import launch
-
-    command = _worker_words(folder, json, trace)
-    if resume:
-        command.append("--resume")
-    if not seed:
-        command = [sys.executable, "-m", "longshift.cli", *command]
-    launch(
-        command,
-        run.world,
-        folder,
-        say=say,
-        stall_timeout_s=run.train.stall_timeout,
-        crowded=crowded,
-        held=True,
-        seed=seed,
-    )
-
-
-def _open_folder(run: "Config", plan: "PlanFile | None", rank: int, world: int | None, resume: bool) -> "RunFolder":
-    """The run folder, made ready for this run. `world`: ranks of a launcher. Raises UsageError where layouts need another number."""
-    from longshift import api
-    from longshift.trainer.plan_file import keep
-    from longshift.trainer.run_folder import prepare
-
-    try:
-        if world is not None:
-            api.check_layouts(run, world)
-    except UsageError as fault:
-        if world == run.world:
-            raise
-        raise UsageError(f"{fault}\n{_place_in_words()}") from None
-    folder = prepare(run, resume, rank, alone=world is None)
-    if rank == 0:
-        keep(plan, folder.path, resume)
-    return folder
-
-
-def _worker_words(folder: "RunFolder", json: bool, trace: Path | None) -> list[str]:
-    """The command of a rank, which may be told to resume."""
-    return ["worker", str(folder.path), *["--json"] * json, *(["--trace", str(trace)] if trace else [])]
-
-
-def _launch_on_ray(
-    given: "Config", run: "Config", folder: "RunFolder", resume: bool, json: bool, trace: Path | None, devices: "RayDevices", restarts: int
-) -> None:
-    """Train in ranks on the devices of a Ray cluster. `given`: the run's config, whose layout may still be `auto`."""
-    from longshift import api
-    from longshift.trainer.fewer_ranks import fit_ranks
-    from longshift.trainer.ray_launch import RayRun
-
-    def refit(left: int) -> "tuple[Config, PlanFile | None]":
-        fitted, plan = _resolve_layout(fit_ranks(given, left))
-        return api.with_choices(fitted, say), plan
-
-    RayRun(devices, folder, _worker_words(folder, json, trace), refit, restarts, say).train(run, resume)
-
-
-def _ray_devices(on: str, run: "Config", resume: bool, crowded: bool) -> "AbstractContextManager[RayDevices]":
-    """As many devices as `on` says, of the Ray cluster that the environment names, or of this machine. Raises UsageError without Ray, in a
-    process that has a launcher, and where a run that begins has another number of ranks."""
-    from secrets import token_hex
-
-    from longshift import api
-    from longshift.cluster.host import core_count
-    from longshift.layout.auto_layout import AutoLayout
-
-    place, colon, count = on.partition(":")
-    if place != "ray" or (colon and not (count.isdecimal() and int(count))):
-        raise UsageError(f"--on {on}: write --on ray, or --on ray:4 for 4 devices")
-    if _place()[1] is not None:
-        raise UsageError(f"--on ray starts all ranks, and this process is one of a launcher's. {_place_in_words()}")
-    asked = int(count) if count else None
-    if not resume and not isinstance(run.layout, AutoLayout):
-        api.check_layouts(run, asked)
-    address = os.environ.get("RAY_ADDRESS") or "local"
-    if address == "local":
-        # Ray reads these when it is imported: nothing listens beyond loopback, nobody else connects, and nothing is reported.
-        os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0")
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token_hex(32))
-    try:
-        from longshift.trainer.ray_launch import connect
-    except ImportError as fault:
-        if fault.name != "ray":
-            raise
-        raise UsageError("--on ray needs a package: pip install 'longshift[ray]'") from None
-    ranks = asked or ((run.layout.ranks or core_count()) if isinstance(run.layout, AutoLayout) else run.world)
-    return connect(None if address == "local" else address, asked, ranks, crowded)
-
-
-def _load() -> None:
-    """Import what ranks need."""
-    import longshift.trainer.launch
-    import longshift.trainer.loop  # noqa: F401
-
-
-def _work(words: Sequence[str]) -> None:
-    """What a rank does in a fork of a process that has done `_load`."""
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    sys.argv[1:] = words
-    main()
-
-
-def _resolve_layout(run: "Config") -> "tuple[Config, PlanFile | None]":
-    """The run with `layout: auto` chosen for this machine and the run's corpus, and the plan. Raises UsageError under a launcher."""
-    from longshift import api
-    from longshift.layout.auto_layout import AutoLayout
-    from longshift.workload.given import Lengths
-
-    if not isinstance(run.layout, AutoLayout):
-        return run, None
-    if _place()[1] is not None:
-        raise UsageError(
-            f"layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE\n{_place_in_words()}"
-        )
-    from longshift.trainer.auto_plan import resolve_layout
-
-    return resolve_layout(
-        run,
-        lambda ranks: api.this_machine(ranks, say),
-        lambda: Lengths.from_array(api.open_tokens(run).lengths),
-        say,
-    )
-
-
-def _run(
-    run: "Config",
-    folder: "RunFolder",
-    rank: int,
-    resume: bool,
-    json: bool,
-    stop: Callable[[], bool],
-    trace: Path | None,
-) -> None:
-    """This process's rank; rank 0 shows the steps."""
-    from longshift import api
-    from longshift.trainer.display import Display
-
-    display = Display(run.train.steps, json, latest=folder.latest) if rank == 0 else None
-    with display or nullcontext():
-        for step in api.run_rank(run, folder, resume, stop, trace, display.memory if display else silent):
-            if display:
-                display.show(step)
-
-
-def _run_unsupervised(
-    run: "Config",
-    folder: "RunFolder",
-    rank: int,
-    resume: bool,
-    json: bool,
-    trace: Path | None,
-) -> None:
-    """`_run`, where no process of ours looks after it: a failure is raised in the class of its cause."""
-    from longshift.trainer.interrupt import ENDING, Interrupt
-
-    stop = Interrupt(*ENDING, say=say if rank == 0 else silent)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
-        stop.end_with_launcher()
-    try:
-        _run(run, folder, rank, resume, json, stop, trace)
-    except Exception as fault:
-        from longshift.trainer.launch import rank_error
-        from longshift.trainer.run_folder import write_cause
-
-        error = rank_error(fault, rank)
-        if _place()[1] is not None:
-            write_cause(folder, rank, error)
-        if error is fault:
-            raise
-        raise error from fault
-
-
-def _print_summary(run: "Config", folder: "RunFolder", json: bool) -> bool:
-    """Print where the run is. Whether it is finished, as far as that could be read and printed."""
-    from longshift.command_results import print_result
-    from longshift.trainer.run_folder import summarize_run
-
-    # A summary that cannot be printed does not make a finished run an unfinished one.
-    is_finished = True
-    with read_or_not():
-        summary = summarize_run(run, folder)
-        is_finished = summary.finished
-        print_result(summary, json)
-    return is_finished
-
-
-def _leave(code: int) -> NoReturn:
-    """End a rank at once: gloo's own orderly shutdown now and then aborts or hangs, and would fail a run that has succeeded."""
-    with read_or_not():
-        sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _place() -> tuple[int, int | None]:
-    """Rank and world size that a launcher put into the environment; (0, None) where there is none."""
-    rank = os.environ.get("RANK")
-    world = os.environ.get("WORLD_SIZE")
-    if rank is None or world is None:
-        return 0, None
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise UsageError(f"RANK is {rank!r} and WORLD_SIZE {world!r} in the environment: a rank is a number below the number of ranks")
-    return int(rank), int(world)
-
-
-def _place_in_words() -> str:
-    """Which variables say how many ranks there are."""
-    return (
-        f"The environment says so: RANK is {os.environ['RANK']} and WORLD_SIZE {os.environ['WORLD_SIZE']}, as a launcher sets them, and a "
-        "job of one pod too. To start all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
-    )
-
-
-def _per_node(ranks: int) -> int:
-    """Ranks on each machine: what a launcher says, else all of them. Raises UsageError for what is no number of ranks."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"LOCAL_WORLD_SIZE is {text!r}: it is the number of ranks on each machine, at least 1")
-    return int(text)
 
 
 def words(line: list[str]) -> list[str]:
@@ -721,7 +415,9 @@ def _end(code: int) -> NoReturn:
     """A rank that has joined others leaves at once: its peers wait, and an orderly end would wait for them."""
     joined = sys.modules.get("torch.distributed")
     if joined is not None and joined.is_initialized():
-        _leave(code)
+        from longshift.train_command import leave
+
+        leave(code)
     sys.exit(code)
 
 

@@ -47,6 +47,7 @@ from longshift.config_parts import (
     TrainSources,
 )
 from longshift.errors import UsageError, did_you_mean, shown
+from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
 from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
@@ -191,8 +192,8 @@ class TrainConfig(Section):
     def rule(self) -> Rule:
         """How an update changes weights. Raises UsageError for code that is not there."""
         momentum = 0.9 if self.momentum is None else self.momentum
-        kept = () if self.optimizer in OPTIMIZERS else load_rule(self.optimizer).moments
-        return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, momentum, kept)
+        moment_names = () if self.optimizer in OPTIMIZERS else load_rule(self.optimizer).moments
+        return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, momentum, moment_names)
 
 
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -370,7 +371,7 @@ class Config(Section):
                 "home.moments: float8 keeps second moments as their roots, and which moments are such is known of adamw and sgd alone; "
                 "write home.moments=bf16, or leave it out"
             )
-        # A rule of a person's own is not loaded to read a config.
+        # A rule of the user's own is not loaded to read a config.
         if self.home.moments != "float32" and self.train.optimizer in OPTIMIZERS and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
         return self
@@ -423,6 +424,11 @@ class Config(Section):
     def formats(self) -> Format:
         """Of numbers, and how many moments home keeps."""
         return formats_of(self.train.precision, len(self.train.rule.moments), self.home.moments, self.wire.formats)
+
+    @property
+    def float8(self) -> bool:
+        """Whether matmuls take factors of eight bits. Loads no rule of the user's own, which `formats` asks for its moments."""
+        return formats_of(self.train.precision).float8
 
     @property
     def parts(self) -> tuple["Config", ...]:
@@ -478,6 +484,17 @@ class Config(Section):
     def world(self) -> int:
         """Number of ranks."""
         return self.edges[0].use.world
+
+    def edge_faults(self, edge: Edge, world: int | None = None) -> tuple[str, ...]:
+        """Why the layout of a group of lengths is not possible, with `world` ranks where that is given."""
+        # Documents are cut to max_len before they are grouped.
+        longest = min(edge.upto, self.data.max_len)
+        return legal.faults(self.spec, edge.use, world, longest, edge.pack, self.float8)
+
+    def check_layouts(self, world: int | None = None) -> None:
+        """Raises UsageError where a layout is not possible, with `world` ranks where that is given."""
+        for edge in self.edges:
+            legal.refuse(edge.use, self.edge_faults(edge, world))
 
     @property
     def pack_tokens(self) -> int:

@@ -10,13 +10,11 @@ from longshift.config import Config, StageConfig
 from longshift.config_parts import Section
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import read_small
-from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.old_words import with_current_words
 from longshift.old_keys import hint, translate
 from longshift.other_tools import key_hint
-from longshift.spec.formats import formats_of
 from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
@@ -104,11 +102,7 @@ def _layout_faults(config: Config, place: str) -> Iterator[str]:
         stage = f"train.stages.{number}: " if config.train.stages else ""
         for edge in part.edges:
             key = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
-            # Documents are cut to max_len before they are grouped.
-            longest = min(edge.upto, part.data.max_len)
-            # A rule of a person's own, which `Config.formats` asks, is not loaded for this.
-            float8 = formats_of(part.train.precision).float8
-            for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack, float8):
+            for fault in part.edge_faults(edge):
                 yield f"{place}: {stage}{key}: {fault}"
 
 

@@ -1,4 +1,4 @@
-"""Code of a person's own, which a config names as "package.module:name".
+"""Code of the user's own, which a config names as "package.module:name".
 
 A module is looked for in the working directory first, which ranks share with the process that starts them, then among installed packages.
 What it prints goes to standard error, as standard output is the command's. Needs no torch.
@@ -72,7 +72,7 @@ def printing_aside() -> Iterator[None]:
 
 
 def describe_error(fault: BaseException, module_name: str) -> str:
-    """An error of a person's code in a line: its class, the first line of its message, and the line of the module where it was."""
+    """An error of the user's code in a line: its class, the first line of its message, and the line of the module where it was."""
     first_line = str(fault).strip().splitlines()[:1]
     message = ": ".join([type(fault).__name__, *first_line])
     frames = [(frame, line) for frame, line in traceback.walk_tb(fault.__traceback__) if frame.f_globals.get("__name__") == module_name]

@@ -1,4 +1,4 @@
-"""Runs with code of a person's own: a tracker, a callback and documents, in one process and in switched and streamed layouts of two."""
+"""Runs with code of the user's own: a tracker, a callback and documents, in one process and in switched and streamed layouts of two."""
 
 import json
 import os

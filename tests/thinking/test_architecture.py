@@ -39,14 +39,14 @@ THINKING = (
 )
 DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "command_results")
 DOING += ("step_report", "forecast", "trainer", "profile", "reports", "api")
-FRONT = ("longshift", "cli")  # the package itself, then the command line
+FRONT = ("longshift", "train_command", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 
 NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
 OUTSIDE = {"yaml_reader": {"yaml"}, "config": {"pydantic", "typing_extensions", "yaml"}}
 OUTSIDE |= {key: {"pydantic"} for key in ("config_parts", "config_file", "starter")}
-LAZY = {"longshift.api", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
-ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.dist.ranks"}
+LAZY = {"longshift.api", "longshift.train_command", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
+ENVIRONMENT = {"longshift.train_command", "longshift.dist.launcher", "longshift.dist.world", "longshift.dist.ranks"}
 MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
 MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add", "discard", "update"}
 MUTATORS |= {"setdefault", "popitem"}

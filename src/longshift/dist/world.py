@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from longshift import errors
 from longshift.cluster.host import core_count
 from longshift.dist.collectives import Group
+from longshift.dist.launcher import place
 from longshift.dist.parent import end_with_parent
 from longshift.dist.sealed import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
@@ -34,16 +35,6 @@ ALONE_TIMEOUT = timedelta(days=7)  # for what some ranks do alone, such as the t
 RANKS_PER_GPU = "LONGSHIFT_RANKS_PER_GPU"
 # For ranks that share a GPU: no network but sockets, and few blocks of the GPU for a collective, as two ranks take turns there.
 OF_SHARED_GPUS = (("NCCL_IB_DISABLE", "1"), ("NCCL_NVLS_ENABLE", "0"), ("NCCL_MAX_CTAS", "2"))
-
-
-def launched() -> bool:
-    """Whether this process was started as one rank of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def own_rank() -> int:
-    """As the environment says; 0 in a process that is alone."""
-    return int(os.environ["RANK"]) if launched() else 0
 
 
 def launchers_store(timeout: timedelta) -> SealedStore | None:
@@ -149,10 +140,9 @@ class World:
         some."""
         keep_freed_memory()
         os.environ.update(allocator())
-        if not launched():
+        rank, size = place()
+        if size is None:
             return cls.alone()
-        rank = int(os.environ["RANK"])
-        size = int(os.environ["WORLD_SIZE"])
         device = own_device()
         cuda = device.type == "cuda"
         backend = "nccl" if cuda else "gloo"

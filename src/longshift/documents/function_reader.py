@@ -1,4 +1,4 @@
-"""Documents that a function of a person's own returns, one by one, each with its number.
+"""Documents that a function of the user's own returns, one by one, each with its number.
 
 "Once upon a time"                                      a text, as the field `text` of a record
 {"text": "Once upon a time"}

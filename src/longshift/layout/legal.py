@@ -5,7 +5,7 @@ Uneven is possible: heads, feed-forward columns, vocabulary rows and blocks are 
 What is refused leaves a rank without any, contradicts itself, or asks the model for something it does not compute.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import log2
@@ -71,7 +71,11 @@ def check(
     float8: bool = False,
 ) -> None:
     """Raise UsageError with all faults, if any."""
-    reasons = faults(spec, layout, world, max_tokens, pack_tokens, float8)
+    refuse(layout, faults(spec, layout, world, max_tokens, pack_tokens, float8))
+
+
+def refuse(layout: Layout, reasons: Sequence[str]) -> None:
+    """Raise UsageError with reasons why a layout is not possible, if there are any."""
     if reasons:
         raise UsageError("\n  ".join((f"layout {layout} is not possible here:", *reasons)))
 

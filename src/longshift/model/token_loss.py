@@ -1,4 +1,4 @@
-"""A loss of a user's own: a function of logits and labels that gives each token's loss, summed as `model.loss` sums cross-entropies.
+"""A loss of the user's own: a function of logits and labels that gives each token's loss, summed as `model.loss` sums cross-entropies.
 
     rows [T, V], at least float32 ─ function(rows, labels) ─ losses [T] ─ sum over target tokens
 
@@ -19,37 +19,37 @@ from torch import Tensor
 
 from longshift.errors import UsageError
 from longshift.model.loss import IGNORE
-from longshift.user_code import load_object
+from longshift.user_code import describe_error, load_object, split_object
 
 KEY = "train.loss"
-TRIED_ROWS = (1, 3, 4)  # parts of the rows on which a function is tried
+CHECK_ROWS = (1, 3, 4)  # parts of the rows on which a function is tried
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative
 
 Columns = Callable[[Tensor], Tensor]
 
 
 class TokenLossSum(torch.autograd.Function):
-    """apply(logits [T, V_i], labels [T], function, whole, own) -> scalar, float32 (float64 for float64). `whole`: all columns [T, V] of the
-    rows; `own`: of [T, V] the columns [T, V_i]."""
+    """apply(logits [T, V_i], labels [T], function, gather, select) -> scalar, float32 (float64 for float64). `gather`: all columns
+    [T, V] of the rows; `select`: of [T, V] the columns [T, V_i] of this rank."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, logits: Tensor, labels: Tensor, function: "CheckedLoss", whole: Columns, own: Columns
+        ctx, logits: Tensor, labels: Tensor, function: "CheckedLoss", gather: Columns, select: Columns
     ) -> Tensor:
         counted = labels != IGNORE
-        rows = whole(logits)
+        rows = gather(logits)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         total, grad = function.sum_and_gradient(rows, labels, counted, ctx.needs_input_grad[0])
         del rows
         if grad is not None:
-            ctx.save_for_backward(own(grad))
+            ctx.save_for_backward(select(grad))
         ctx.dtype = logits.dtype
         return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (kept,) = ctx.saved_tensors
-        return kept.mul_(grad).to(ctx.dtype), None, None, None, None
+        (saved_grad,) = ctx.saved_tensors
+        return saved_grad.mul_(grad).to(ctx.dtype), None, None, None, None
 
 
 class CheckedLoss:
@@ -91,8 +91,8 @@ class CheckedLoss:
     def check(self, vocab: int) -> None:
         """Try the function once, on random rows. Raises UsageError where it is no sum over tokens, or cannot be played without values."""
         generator = torch.Generator().manual_seed(0)
-        logits = 4 * torch.randn(sum(TRIED_ROWS), vocab, generator=generator, dtype=torch.float64)
-        labels = torch.randint(vocab, (sum(TRIED_ROWS),), generator=generator)
+        logits = 4 * torch.randn(sum(CHECK_ROWS), vocab, generator=generator, dtype=torch.float64)
+        labels = torch.randint(vocab, (sum(CHECK_ROWS),), generator=generator)
         for dtype in (torch.float32, torch.float64):
             self._check_independence(logits.to(dtype), labels)
         try:
@@ -102,7 +102,7 @@ class CheckedLoss:
             raise
         except Exception as fault:
             raise self._fault(
-                f"cannot be played on tensors without values, by which memory is predicted: {_told(fault)}; "
+                f"cannot be played on tensors without values, by which memory is predicted: {self._describe(fault)}; "
                 "it may not ask for values (.item(), if, boolean indices), and must make tensors where the logits "
                 "are (device=logits.device)"
             ) from fault
@@ -112,14 +112,14 @@ class CheckedLoss:
         try:
             with torch.no_grad():  # or autograd would refuse a change in place, in other words
                 self.losses(logits.clone(), labels)
-            whole = self._tried(logits, labels)
-            parts = [self._tried(*part) for part in zip(logits.split(TRIED_ROWS), labels.split(TRIED_ROWS))]
+            whole = self._losses_and_gradient(logits, labels)
+            parts = [self._losses_and_gradient(*part) for part in zip(logits.split(CHECK_ROWS), labels.split(CHECK_ROWS))]
         except UsageError:
             raise
         except Exception as fault:
-            raise self._fault(f"fails on random logits [{len(labels)}, {logits.shape[1]}]: {_told(fault)}") from fault
-        for what, x, of_parts in zip(("loss", "gradient"), whole, zip(*parts)):
-            difference = float((x - torch.cat(of_parts)).abs().max() / x.abs().max().clamp_min(1.0))
+            raise self._fault(f"fails on random logits [{len(labels)}, {logits.shape[1]}]: {self._describe(fault)}") from fault
+        for what, of_whole, of_parts in zip(("loss", "gradient"), whole, zip(*parts)):
+            difference = float((of_whole - torch.cat(of_parts)).abs().max() / of_whole.abs().max().clamp_min(1.0))
             if not difference <= TOLERANCE[logits.dtype]:
                 raise self._fault(
                     f"is no sum over tokens: the {what} of a token differs by {difference:.1g} with the tokens that are "
@@ -127,7 +127,7 @@ class CheckedLoss:
                     "depend on its own row and label alone"
                 )
 
-    def _tried(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and gradients of some rows."""
         rows = logits.clone().requires_grad_()
         with torch.enable_grad():
@@ -135,13 +135,11 @@ class CheckedLoss:
             (grad,) = torch.autograd.grad(losses.sum(), rows)
         return losses.detach(), grad
 
-    def _fault(self, why: str) -> UsageError:
-        return UsageError(f"{KEY}: {self.text} {why}")
+    def _describe(self, fault: Exception) -> str:
+        return describe_error(fault, split_object(self.text)[0])
 
-
-def _told(fault: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(fault).__name__}: {next(iter(str(fault).splitlines()), '')}"
+    def _fault(self, reason: str) -> UsageError:
+        return UsageError(f"{KEY}: {self.text} {reason}")
 
 
 @lru_cache(maxsize=16)
@@ -150,6 +148,6 @@ def token_loss(text: str, vocab: int) -> CheckedLoss:
     function = load_object(text, KEY)
     if not callable(function):
         raise UsageError(f"{KEY}: {text} is no function of logits and labels")
-    found = CheckedLoss(text, function)
-    found.check(vocab)
-    return found
+    loss = CheckedLoss(text, function)
+    loss.check(vocab)
+    return loss

@@ -12,7 +12,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import preset
 from longshift.cluster.host import CACHE
 from longshift.config import Config
-from longshift.dist.world import launched
+from longshift.dist.launcher import launched
 from longshift.errors import UsageError
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.legal import min_chunk

@@ -23,7 +23,8 @@ from longshift.cluster.curves import Curve
 from longshift.cluster.files import constants, decode, decode_curves, encode, fingerprint, load, save
 from longshift.cluster.host import CACHE, core_count, core_quota
 from longshift.dist.fork import ForkedWorld
-from longshift.dist.world import World, launched
+from longshift.dist.launcher import launched
+from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.files import temporary_folder
 from longshift.profile import machine, time_attention, time_compute, time_copies, time_disk, time_links

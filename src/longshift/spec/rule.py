@@ -16,12 +16,12 @@ from longshift.user_code import load_object
 
 KEY = "train.optimizer"
 OPTIMIZERS = ("adamw", "sgd")
-TAKEN = ("master", "grad", "step")  # vectors that home has beside moments, and the count of updates
+RESERVED_NAMES = ("master", "grad", "step")  # vectors that home has beside moments, and the count of updates
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`betas`, `eps`: of adamw; `momentum`: of sgd; `kept`: moments of a rule of the user's own. Weight decay is of matrices alone, not of
+    """`betas`, `eps`: of adamw; `momentum`: of sgd; `moment_names`: of a rule of the user's own. Weight decay is of matrices alone, not of
     norms and biases."""
 
     name: str = "adamw"
@@ -29,24 +29,24 @@ class Rule:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.9
-    kept: tuple[str, ...] = ()
+    moment_names: tuple[str, ...] = ()
 
     @property
-    def is_own(self) -> bool:
+    def is_user_rule(self) -> bool:
         """Whether it is a rule of the user's own."""
         return self.name not in OPTIMIZERS
 
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the moments; none of sgd without momentum."""
-        if self.is_own:
-            return self.kept
+        if self.is_user_rule:
+            return self.moment_names
         if self.name == "adamw":
             return "exp_avg", "exp_avg_sq"
         return ("momentum_buffer",) if self.momentum else ()
 
     def __str__(self) -> str:
-        if self.is_own:
+        if self.is_user_rule:
             return self.name
         return "AdamW" if self.name == "adamw" else "SGD with momentum" if self.momentum else "SGD"
 
@@ -54,17 +54,17 @@ class Rule:
 @lru_cache(maxsize=16)
 def load_rule(text: str) -> Any:
     """The rule of the user's own that a config names: an object, or one of the class, with `moments` and `update`. Raises UsageError."""
-    found = load_object(text, KEY)
+    loaded = load_object(text, KEY)
     try:
-        rule = found() if isinstance(found, type) else found
+        rule = loaded() if isinstance(loaded, type) else loaded
     except Exception as fault:
         raise UsageError(f"{KEY}: {text} is a class that cannot be made without arguments: {fault}; name an object of it") from fault
     moments: Any = getattr(rule, "moments", None)
     is_named = isinstance(moments, tuple) and all(isinstance(name, str) and name.isidentifier() for name in moments)
-    if not is_named or len({*moments, *TAKEN}) < len(moments) + len(TAKEN):
+    if not is_named or len({*moments, *RESERVED_NAMES}) < len(moments) + len(RESERVED_NAMES):
         raise UsageError(
             f"{KEY}: {text} needs moments: a tuple of the names of the vectors that it keeps for each weight, such as ('momentum',), each "
-            f"once and none of them {' or '.join(TAKEN)}; it has {moments!r}"
+            f"once and none of them {' or '.join(RESERVED_NAMES)}; it has {moments!r}"
         )
     if not callable(getattr(rule, "update", None)):
         raise UsageError(f"{KEY}: {text} has no method update(weight, gradient, moments, step, lr, weight_decay)")

@@ -21,7 +21,7 @@ from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
 from longshift.state.moments import SCALE, converted
 from longshift.state.records import in_memory
-from longshift.state.user_rule import RuleOptimizer, tried_rule, update_in_pieces
+from longshift.state.user_rule import RuleOptimizer, checked_rule, update_in_pieces
 
 Read = Callable[[str, str, Box], Tensor]
 
@@ -66,7 +66,7 @@ class Optimizer:
 
     def __init__(self, home: Home, rule: Rule):
         assert home.moments == rule.moments
-        assert not rule.is_own or tried_rule(rule.name).moments == rule.moments
+        assert not rule.is_user_rule or checked_rule(rule.name).moments == rule.moments
         self.home = home
         self.rule = rule
         self.steps = 0
@@ -92,7 +92,7 @@ class Optimizer:
     @property
     def _divides(self) -> bool:
         """Whether torch's kernels may apply the factor: they divide by a float32 number, which saves a pass over the gradients."""
-        return not self.rule.is_own and all(shard.master.dtype == torch.float32 for shard in self.home.learning)
+        return not self.rule.is_user_rule and all(shard.master.dtype == torch.float32 for shard in self.home.learning)
 
     def update(self, lr: float, factor: float = 1.0) -> None:
         """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
@@ -175,7 +175,7 @@ class Optimizer:
                 key = (part.decay, part.master.device)
                 groups.setdefault(key, []).append((part, grad[part.place]))
         for (decay, _), pairs in groups.items():
-            if self.rule.is_own:
+            if self.rule.is_user_rule:
                 _own_update(self.rule, lr, decay, pairs, step)
             else:
                 _fused(self.rule, lr, decay, pairs, factor)
@@ -274,7 +274,7 @@ def _fused(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tens
 
 def _own_update(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], step: int) -> None:
     """Update parts that decay alike by a rule of the user's own."""
-    own_rule = tried_rule(rule.name)
+    own_rule = checked_rule(rule.name)
     for part, grad in pairs:
         moments = dict(zip(rule.moments, part.moments))
         update_in_pieces(own_rule, part.master, grad, moments, step, lr, decay)
@@ -283,8 +283,8 @@ def _own_update(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part,
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
     """torch's optimizer of a rule, or a rule of the user's own as one, over parameters or groups of them with a weight decay of their own;
     its kernels fused, or one operation after another."""
-    if rule.is_own:
-        return RuleOptimizer(tried_rule(rule.name), params, lr=0.0, weight_decay=rule.weight_decay)
+    if rule.is_user_rule:
+        return RuleOptimizer(checked_rule(rule.name), params, lr=0.0, weight_decay=rule.weight_decay)
     # Both take the same words; `foreach` beside `fused` would be refused.
     options = {"lr": 0.0, "weight_decay": rule.weight_decay, "fused": fused}
     if not fused:

@@ -1,4 +1,4 @@
-"""An optimizer rule of a user's own: arithmetic on flat vectors of weights, gradients and moments, element by element.
+"""An optimizer rule of the user's own: arithmetic on flat vectors of weights, gradients and moments, element by element.
 
 [Note: what a rule may do] Home cuts weights anywhere, lays them end to end, and updates them in any order, some before the norm is known.
 So an element's update depends on its own weight, gradient and moments, on the step and on the rates: no norm of a weight, no shape, no
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from longshift.errors import UsageError
 from longshift.spec.rule import KEY, load_rule
+from longshift.user_code import describe_error, split_object
 
 PIECE = 1 << 22  # elements that are updated at one time: a rule's temporaries are no larger
-TRIED = 64  # elements on which a rule is tried
-TRIED_STEPS = 4
-TRIED_LR, TRIED_DECAY = 0.01, 0.1
+CHECK_ELEMENTS = 64  # elements on which a rule is tried
+CHECK_STEPS = 4
+CHECK_LR = 0.01
+CHECK_DECAY = 0.1
 TOLERANCE = 1e-9  # relative
 
 
@@ -62,47 +64,47 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 
 @lru_cache(maxsize=16)
-def tried_rule(text: str) -> Any:
+def checked_rule(text: str) -> Any:
     """The rule that a config names "package.module:Rule", tried on random vectors. Raises UsageError where it is not elementwise, or
     remembers something outside its moments."""
-    trial = RuleTrial(text)
-    trial.run()
-    return trial.rule
+    check = RuleCheck(text)
+    check.run()
+    return check.rule
 
 
-class RuleTrial:
-    """A rule on random vectors, cut in several ways. `text`: its name in the config."""
+class RuleCheck:
+    """A rule is tried on random vectors, cut in several ways. `text`: its name in the config."""
 
     def __init__(self, text: str):
         self.text = text
         self.rule = load_rule(text)
         generator = torch.Generator().manual_seed(0)
-        self.start, *self.gradients = torch.randn(1 + TRIED_STEPS, TRIED, generator=generator, dtype=torch.float64)
+        self.start, *self.gradients = torch.randn(1 + CHECK_STEPS, CHECK_ELEMENTS, generator=generator, dtype=torch.float64)
 
     def run(self) -> None:
         """Raises UsageError that says what the rule may not do."""
-        elements = torch.arange(TRIED)
-        parts = elements.split([1, TRIED // 2 - 1, TRIED // 2])
+        elements = torch.arange(CHECK_ELEMENTS)
+        parts = elements.split([1, CHECK_ELEMENTS // 2 - 1, CHECK_ELEMENTS // 2])
         generator = torch.Generator().manual_seed(1)
         try:
-            whole = self._trained([elements])
-            again = self._trained([elements], copies=True)
-            one_by_one = torch.stack([self._trained([part]) for part in parts]).sum(0)
-            mixed = self._trained([torch.randperm(TRIED, generator=generator)])
-            in_turn = self._trained(parts)
-            self._trained([elements], dtype=torch.float32)
+            whole = self._train([elements])
+            again = self._train([elements], copies=True)
+            one_by_one = torch.stack([self._train([part]) for part in parts]).sum(0)
+            mixed = self._train([torch.randperm(CHECK_ELEMENTS, generator=generator)])
+            in_turn = self._train(parts)
+            self._train([elements], dtype=torch.float32)
         except UsageError:
             raise
         except Exception as fault:
-            line = next(iter(str(fault).splitlines()), "")
-            raise self._fault(f"fails on random vectors of {TRIED} elements: {type(fault).__name__}: {line}") from fault
+            error = describe_error(fault, split_object(self.text)[0])
+            raise self._fault(f"fails on random vectors of {CHECK_ELEMENTS} elements: {error}") from fault
         self._compare(again, whole, "remembers something outside its moments, or draws random numbers: the same updates differ")
         self._compare(one_by_one, whole, "is not elementwise: parts of a vector are updated otherwise than the whole")
         self._compare(mixed, whole, "is not elementwise: the order of a vector's elements changes their updates")
         self._compare(in_turn, whole, "remembers something outside its moments: vectors that are updated in turn differ from each alone")
 
-    def _trained(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float64, copies: bool = False) -> Tensor:
-        """Weight and moments [1 + moments, TRIED] after some steps, zero where no part is. `parts`:
+    def _train(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float64, copies: bool = False) -> Tensor:
+        """Weight and moments [1 + moments, CHECK_ELEMENTS] after some steps, zero where no part is. `parts`:
         indices of the elements of each vector; `copies`: every step has vectors of its own."""
         vectors = []
         for part in parts:
@@ -113,7 +115,7 @@ class RuleTrial:
                 if copies:
                     vectors[number] = [vector.clone() for vector in vectors[number]]
                 self._update(*vectors[number], gradient=gradient[part].to(dtype), step=step)
-        result = torch.zeros(1 + len(self.rule.moments), TRIED, dtype=torch.float64)
+        result = torch.zeros(1 + len(self.rule.moments), CHECK_ELEMENTS, dtype=torch.float64)
         for part, of_part in zip(parts, vectors):
             result[:, part] = torch.stack(of_part).double()
         return result
@@ -122,7 +124,7 @@ class RuleTrial:
         named = dict(zip(self.rule.moments, moments))
         weight_before = weight.clone()
         gradient_before = gradient.clone()
-        self.rule.update(weight, gradient, named, step, TRIED_LR / step, TRIED_DECAY)
+        self.rule.update(weight, gradient, named, step, CHECK_LR / step, CHECK_DECAY)
         if weight.equal(weight_before):
             raise self._fault("does not change the weight: update it in place, as with weight.add_(...)")
         if not gradient.equal(gradient_before):
@@ -130,10 +132,10 @@ class RuleTrial:
         if list(named) != list(self.rule.moments) or any(x is not y for x, y in zip(named.values(), moments)):
             raise self._fault('puts other tensors into its moments: change them in place, as with moments["m"].mul_(...)')
 
-    def _compare(self, found: Tensor, whole: Tensor, why: str) -> None:
-        difference = float((found - whole).abs().max() / whole.abs().max().clamp_min(1.0))
+    def _compare(self, result: Tensor, expected: Tensor, reason: str) -> None:
+        difference = float((result - expected).abs().max() / expected.abs().max().clamp_min(1.0))
         if not difference <= TOLERANCE:
-            raise self._fault(f"{why} (by {difference:.1g} after {TRIED_STEPS} steps)")
+            raise self._fault(f"{reason} (by {difference:.1g} after {CHECK_STEPS} steps)")
 
-    def _fault(self, why: str) -> UsageError:
-        return UsageError(f"{KEY}: {self.text} {why}")
+    def _fault(self, reason: str) -> UsageError:
+        return UsageError(f"{KEY}: {self.text} {reason}")

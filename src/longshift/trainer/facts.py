@@ -47,7 +47,7 @@ class SavedTrain(Part):
 
     @property
     def rule(self) -> Rule:
-        rule = Rule(self.optimizer, kept=self.moments)
+        rule = Rule(self.optimizer, moment_names=self.moments)
         return rule if self.momentum is None else replace(rule, momentum=self.momentum)
 
 
@@ -111,7 +111,7 @@ class Facts(Part):
     @classmethod
     def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: ChosenKernel, loss: float) -> "Facts":
         values = config.model_dump(mode="json")
-        values["train"] |= {"moments": config.train.rule.kept}
+        values["train"] |= {"moments": config.train.rule.moment_names}
         return cls(
             cursor=state.cursor,
             updates=state.optimizer.steps,

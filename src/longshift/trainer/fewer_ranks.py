@@ -48,7 +48,7 @@ def _with_replicas(layout: Layout, ranks: int) -> Layout | None:
 
 
 def _is_legal(config: Config, layout: Layout) -> bool:
-    return not any(legal.faults(part.spec, layout, None, float8=part.formats.float8) for part in config.parts)
+    return not any(legal.faults(part.spec, layout, None, float8=part.float8) for part in config.parts)
 
 
 def _changed(config: Config, change: Change) -> Config | None:
@@ -61,8 +61,7 @@ def _changed(config: Config, change: Change) -> Config | None:
                 stage["layout"] = _change_value(stage["layout"], change)
         changed = Config.model_validate(values)
         for part in changed.parts:
-            for edge in part.edges:
-                legal.check(part.spec, edge.use, None, min(edge.upto, part.data.max_len), edge.pack, part.formats.float8)
+            part.check_layouts()
     except (UsageError, ValidationError, ValueError):
         return None
     return changed

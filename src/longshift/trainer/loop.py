@@ -19,7 +19,8 @@ import torch
 
 from longshift.config import Config
 from longshift.dist.cores import stay_near
-from longshift.dist.world import World, be_deterministic, own_device, own_rank
+from longshift.dist.launcher import own_rank
+from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import NonFiniteError
 from longshift.state.checkpoint import Checkpoint
@@ -318,7 +319,7 @@ class StageRun:
         if self.validator:
             metrics = self.validator.after(metrics, self.player)
 
-        # 6. Call the person's own function, which sees all of it.
+        # 6. Call the user's own function, which sees all of it.
         if self.context.callback:
             metrics = self.context.callback.after(metrics, world)
 

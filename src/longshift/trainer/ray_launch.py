@@ -213,7 +213,7 @@ class RayRanks(Ranks):
             try:
                 answers[rank] = ray.get(reference, timeout=ANSWER_S)
             except (RayActorError, GetTimeoutError, RayMemoryError) as fault:
-                self.lost[rank] = loss(rank, fault)
+                self.lost[rank] = cause_of_loss(rank, fault)
                 self._codes[rank] = -signal.SIGKILL
             except RayTaskError as fault:
                 raise fault.cause if isinstance(fault.cause, LongshiftError) else fault from None
@@ -252,17 +252,17 @@ def cluster_environments(places: Sequence[Place], port: int) -> list[dict[str, s
     return environments
 
 
-def loss(rank: int, fault: Exception) -> Cause:
+def cause_of_loss(rank: int, fault: Exception) -> Cause:
     """The cause of a rank whose actor does not answer. Of Ray's many lines the one counts that says what has died."""
     lines = [line.strip() for line in str(fault).splitlines()]
-    why = next((line for line in lines if line.startswith("The actor is dead because")), "its actor cannot be reached")
+    reason = next((line for line in lines if line.startswith("The actor is dead because")), "its actor cannot be reached")
     if isinstance(fault, GetTimeoutError):
-        why = f"its actor has not answered for {ANSWER_S:.0f} s"
-    why = why.replace("The actor is dead because its", "its actor's").partition(". ")[0].rstrip(".")
+        reason = f"its actor has not answered for {ANSWER_S:.0f} s"
+    reason = reason.replace("The actor is dead because its", "its actor's").partition(". ")[0].rstrip(".")
     if isinstance(fault, RayMemoryError):
         error = OutOfMemoryError(f"rank {rank} was ended by Ray, as its machine has no more memory")
         return Cause(rank=rank, kind=type(error).__name__, message=str(error), exit_code=error.exit_code, time_s=0.0)
-    return Cause(rank=rank, kind="Signal", message=f"rank {rank} was lost: {why}", exit_code=PeerError.exit_code, time_s=0.0)
+    return Cause(rank=rank, kind="Signal", message=f"rank {rank} was lost: {reason}", exit_code=PeerError.exit_code, time_s=0.0)
 
 
 def tell_change(config: Config, fitted: Config, say: Say) -> None:

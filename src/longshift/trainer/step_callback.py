@@ -1,4 +1,4 @@
-"""A function of a person's own that rank 0 calls after each step: `train.on_step`, or `ls.train(..., on_step=...)`.
+"""A function of the user's own that rank 0 calls after each step: `train.on_step`, or `ls.train(..., on_step=...)`.
 
     def watch(metrics, control):
         control.log(perplexity=math.exp(metrics.loss))

@@ -8,7 +8,7 @@
     trackio      into its own folder (TRACKIO_DIR), unless the environment names a Space (TRACKIO_SPACE_ID); `trackio show` shows it
     mlflow       where MLFLOW_TRACKING_URI says, else into `mlflow.db` in the current folder, for `mlflow ui`
 
-    my_module:MyTracker  a class of a person's own, of the protocol `Tracker`
+    my_module:MyTracker  a class of the user's own, of the protocol `Tracker`
 
 Rank 0 alone has them. A process that trains is one run of the tracker: a run that was resumed is there in parts, named by their first steps
 and grouped by the run's folder, for trackers do not take a step again that they have already. Needs no torch.
@@ -174,7 +174,7 @@ TRACKERS: Mapping[str, type[PackageTracker]] = {
 
 
 def open_trackers(names: Sequence[str], folder: Path, project: str) -> dict[str, Tracker]:
-    """Trackers that have not started, by name. One of a person's own that cannot be made is said and left out. Raises UsageError where a
+    """Trackers that have not started, by name. One of the user's own that cannot be made is said and left out. Raises UsageError where a
     package, or a person's module, cannot be imported."""
     trackers = dict[str, Tracker]()
     for name in names:
