@@ -1,10 +1,21 @@
-"""Longshift: train transformer language models on sequences of any length, under any parallel layout, with the same numbers."""
+"""Longshift: train transformer language models on sequences of any length, under any parallel
+layout, with the same numbers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longshift.api import calibrate, check, check_memory, data, explain, export, plan, report, train
+    from longshift.api import (
+        calibrate,
+        check,
+        check_memory,
+        data,
+        explain,
+        export,
+        plan,
+        report,
+        train,
+    )
     from longshift.command_results import (
         CalibrationResult,
         Checked,
@@ -58,9 +69,20 @@ __all__ = [
     "train",
 ]
 
-# Where each name is. A name is imported when it is asked for: a search for a plan needs no config, and starts in less than half the time.
+# Where each name is. A name is imported when it is asked for: a search for a plan needs no config,
+# and starts in less than half the time.
 _FROM = {
-    "longshift.api": ("calibrate", "check", "check_memory", "data", "explain", "export", "plan", "report", "train"),
+    "longshift.api": (
+        "calibrate",
+        "check",
+        "check_memory",
+        "data",
+        "explain",
+        "export",
+        "plan",
+        "report",
+        "train",
+    ),
     "longshift.command_results": (
         "CalibrationResult",
         "Checked",

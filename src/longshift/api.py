@@ -1,15 +1,18 @@
-"""The Python front door: what the commands do, as functions that return what `--json` prints, as frozen values.
+"""The Python front door: what the commands do, as functions that return what `--json` prints, as
+frozen values.
 
     import longshift as ls
     for step in ls.train("run.yaml", "train.lr=2e-5"):
         print(step.loss, step.tokens_per_s)
     ls.check("run.yaml", against="dp2.tp2").passed
 
-A config is a file with overrides such as "train.lr=2e-5", or a Config. What a command tells on standard error, a function tells there too.
-Everything that goes wrong because of what was given is a LongshiftError.
+A config is a file with overrides such as "train.lr=2e-5", or a Config. What a command tells on
+standard error, a function tells there too. Everything that goes wrong because of what was given is
+a LongshiftError.
 
-[Note: imports inside functions]  `import longshift` and the command line's help and config errors must not wait for torch. So the
-functions of this file, of `cli.py` and of `train_command.py`, and only they, import what needs torch when they are called.
+[Note: imports inside functions] `import longshift` and the command line's help and config errors
+must not wait for torch. So the functions of this file, of `cli.py` and of `train_command.py`, and
+only they, import what needs torch when they are called.
 """
 
 import json
@@ -74,17 +77,19 @@ def train(
     on: str | None = None,
     on_step: "OnStep | str | None" = None,
 ) -> Iterator[StepMetrics]:
-    """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each step's metrics; checkpoints and the run
-    folder are looked after.
+    """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each
+    step's metrics; checkpoints and the run folder are looked after.
 
-    In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several ranks runs in local worker
-    processes; leaving the loop early lets them finish the step and save.
+    In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several
+    ranks runs in local worker processes; leaving the loop early lets them finish the step and save.
 
-    `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for the overrides, and what the file has
-    otherwise is told on standard error; a Config is meant as it is, and what it changes is told. `crowded`: start more ranks than this
-    machine's cores and memory are made for. `on`: "ray", or "ray:4" for 4 devices: ranks start on a Ray cluster, and again on the devices
-    that are left after a loss; then steps since the newest checkpoint come again. `on_step`: what `train.on_step` is in a config, or,
-    where this process trains alone, the function itself (docs/extending.md). Raises LongshiftError."""
+    `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for
+    the overrides, and what the file has otherwise is told on standard error; a Config is meant as
+    it is, and what it changes is told. `crowded`: start more ranks than this machine's cores and
+    memory are made for. `on`: "ray", or "ray:4" for 4 devices: ranks start on a Ray cluster, and
+    again on the devices that are left after a loss; then steps since the newest checkpoint come
+    again. `on_step`: what `train.on_step` is in a config, or, where this process trains alone, the
+    function itself (docs/extending.md). Raises LongshiftError."""
     if isinstance(on_step, str):
         config, overrides = _with_callback(config, overrides, on_step)
         on_step = None
@@ -96,7 +101,10 @@ def train(
     elif resume:
         run = going_on(run, Path(str(config)), overrides, tell)
     if on_step is not None and (on or isinstance(run.layout, AutoLayout) or run.world > 1):
-        raise UsageError("on_step is a function of this process, and others train: put it into a module, as in on_step='my_module:watch'")
+        raise UsageError(
+            "on_step is a function of this process, and others train: put it into a module, as in"
+            " on_step='my_module:watch'"
+        )
     if not on and not isinstance(run.layout, AutoLayout):
         run = with_choices(run, tell)
         if run.world == 1 or launched():
@@ -107,8 +115,8 @@ def train(
 
 
 def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
-    """The documents of a config: how many, how long, what caps would lose. Their tokens are made where they are not there. Raises
-    LongshiftError."""
+    """The documents of a config: how many, how long, what caps would lose. Their tokens are made
+    where they are not there. Raises LongshiftError."""
     run = _read(config, overrides)
     from longshift.trainer.corpus import survey
 
@@ -116,9 +124,10 @@ def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
 
 
 def check(config: Config | str | Path, *overrides: str, against: Layout | str) -> Checked:
-    """The same batch under the config's layout, or its groups of lengths, and under another layout, beside one process in float64: losses,
-    gradients, weights, moments, and documents that leak; of each stage of the run. In processes on this machine, on its GPUs where there
-    are, a rank each. Raises LongshiftError."""
+    """The same batch under the config's layout, or its groups of lengths, and under another layout,
+    beside one process in float64: losses, gradients, weights, moments, and documents that leak; of
+    each stage of the run. In processes on this machine, on its GPUs where there are, a rank each.
+    Raises LongshiftError."""
     run = _read(config, overrides)
     if isinstance(against, str):
         against = Layout.parse(against)
@@ -136,8 +145,8 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
 
 
 def check_memory(config: Config | str | Path, *overrides: str) -> MemoryCheck:
-    """The first step of a run, recorded on this machine beside what was predicted of its memory: peaks by rank, and the operations after
-    which bytes differ most. Raises LongshiftError."""
+    """The first step of a run, recorded on this machine beside what was predicted of its memory:
+    peaks by rank, and the operations after which bytes differ most. Raises LongshiftError."""
     run = _read(config, overrides)
     if run.train.compile:
         say("recorded with train.compile=false: torch does not tell what compiled kernels hold")
@@ -152,9 +161,11 @@ def check_memory(config: Config | str | Path, *overrides: str) -> MemoryCheck:
     return timeline(run, own_device().type)
 
 
-def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> "tuple[Explanation, ...]":
-    """What a step inserts, prunes, moves and needs, for each stage of the run, one where it has no stages. `per_node`: ranks on each
-    machine, all where not given. Raises LongshiftError."""
+def explain(
+    config: Config | str | Path, *overrides: str, per_node: int | None = None
+) -> "tuple[Explanation, ...]":
+    """What a step inserts, prunes, moves and needs, for each stage of the run, one where it has no
+    stages. `per_node`: ranks on each machine, all where not given. Raises LongshiftError."""
     run = with_choices(_read(config, overrides), say)
     from longshift.step_report import explain as explain_part
 
@@ -171,10 +182,12 @@ def plan(
     fabric: str | None = None,
     lengths: Sequence[int] | str | Path | None = None,
 ) -> LayoutPlan:
-    """The best layouts for the documents on a cluster, what a step takes, what else was compared. `on`: as in "64xH100", or a file of
-    `longshift profile -o`, of which all devices are used; this machine where not given.
+    """The best layouts for the documents on a cluster, what a step takes, what else was compared.
+    `on`: as in "64xH100", or a file of `longshift profile -o`, of which all devices are used; this
+    machine where not given.
     `fabric`: what a node's network cards carry together, as in "400G". `lengths`: of
-    documents in tokens, or a file of them; those of the config's corpus where not given. Raises LongshiftError."""
+    documents in tokens, or a file of them; those of the config's corpus where not given.
+    Raises LongshiftError."""
     return make_plan(_read(config, overrides), on, fabric, lengths, say, silent).result()
 
 
@@ -186,7 +199,8 @@ def make_plan(
     tell: Say,
     progress: Say,
 ) -> "Planned":
-    """What `plan` returns the result of. `tell`: what a person should know; `progress`: what is being done."""
+    """What `plan` returns the result of. `tell`: what a person should know; `progress`: what is
+    being done."""
     from longshift.trainer.auto_plan import other_ranks, task_of
     from longshift.trainer.auto_plan import plan as search
 
@@ -194,22 +208,29 @@ def make_plan(
     if isinstance(lengths, str | Path):
         corpus = read_lengths(Path(lengths))
     else:
-        corpus = Lengths.from_array(open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths))
+        corpus = Lengths.from_array(
+            open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths)
+        )
     if on and (note := other_ranks(run, cluster)):
         tell(note)
     return search(task_of(run, cluster, corpus, all_devices=on is not None), progress)
 
 
-def calibrate(run: str | Path, *, on: str | None = None, to: str | Path | None = None) -> CalibrationResult:
-    """Fit what is known of a cluster to the steps of a run folder, finished or not, and write it into a file, `cluster.json` of the folder
-    where `to` is not given. `on`: what it trained on, as in "8xH100", or a file of `longshift profile -o`; this machine where not given.
+def calibrate(
+    run: str | Path, *, on: str | None = None, to: str | Path | None = None
+) -> CalibrationResult:
+    """Fit what is known of a cluster to the steps of a run folder, finished or not, and write it
+    into a file, `cluster.json` of the folder where `to` is not given. `on`: what it trained on, as
+    in "8xH100", or a file of `longshift profile -o`; this machine where not given.
     Raises LongshiftError."""
     folder = Path(run)
     config = read_config(folder)
     file = Path(to) if to else folder / "cluster.json"
     from longshift.trainer.measured import calibrated
 
-    calibration = calibrated(folder, config, cluster_named(on) if on else this_machine(config.world, say), say)
+    calibration = calibrated(
+        folder, config, cluster_named(on) if on else this_machine(config.world, say), say
+    )
     save_cluster(calibration.cluster, file)
     return calibration.result(file)
 
@@ -222,10 +243,11 @@ def export(
     precision: WeightFormat | None = None,
     merge: bool = False,
 ) -> Exported:
-    """Write the newest checkpoint of a run folder as the new Hugging Face folder `to`: safetensors, config.json, tokenizer; of a run with
-    adapters, the adapters alone as a folder of PEFT. `best`: the checkpoint with the lowest validation loss. `precision`: of the weights;
-    that of the model folder that the run began with where not given, else float32. `merge`: adapters are added to the weights that they
-    are beside. Raises LongshiftError."""
+    """Write the newest checkpoint of a run folder as the new Hugging Face folder `to`: safetensors,
+    config.json, tokenizer; of a run with adapters, the adapters alone as a folder of PEFT. `best`:
+    the checkpoint with the lowest validation loss. `precision`: of the weights; that of the model
+    folder that the run began with where not given, else float32. `merge`: adapters are added to the
+    weights that they are beside. Raises LongshiftError."""
     run = Path(run)
     to = Path(to)
     config = read_config(run)
@@ -252,13 +274,17 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
     if not isinstance(config, Config):
         return load_config(config, overrides)
     if overrides:
-        raise UsageError("overrides are of a config file, as in ls.train('run.yaml', 'train.lr=2e-5')")
+        raise UsageError(
+            "overrides are of a config file, as in ls.train('run.yaml', 'train.lr=2e-5')"
+        )
     for part in () if isinstance(config.layout, AutoLayout) else config.parts:
         part.check_layouts()
     return config
 
 
-def _with_callback(config: Config | str | Path, overrides: Sequence[str], on_step: str) -> "tuple[Config | str | Path, tuple[str, ...]]":
+def _with_callback(
+    config: Config | str | Path, overrides: Sequence[str], on_step: str
+) -> "tuple[Config | str | Path, tuple[str, ...]]":
     """The arguments of `train` with `train.on_step`."""
     override = f"train.on_step={json.dumps(on_step)}"
     if isinstance(config, Config):
@@ -267,12 +293,15 @@ def _with_callback(config: Config | str | Path, overrides: Sequence[str], on_ste
 
 
 def open_tokens(config: Config, verify: bool = True) -> "TokenCache":
-    """The tokens of a config, with a progress bar on a terminal or in a notebook while they are made; `verify` as in `TokenCache.open`."""
+    """The tokens of a config, with a progress bar on a terminal or in a notebook while they are
+    made; `verify` as in `TokenCache.open`."""
     from longshift.trainer.corpus import open_corpus
 
     bar = NotebookBar()
     # A notebook tells its processes that there are colours where there is no terminal.
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
         task = progress.add_task("tokens", total=None)
 
         def show(done: int, total: int) -> None:
@@ -310,14 +339,17 @@ def run_rank(
     tell: Say = silent,
     on_step: "OnStep | None" = None,
 ) -> Steps:
-    """The part of a run that this process does, as the rank that the environment says it is. Rank 0 keeps the metrics.
-    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`, `tell`, `on_step`: see
-    `loop.train`."""
+    """The part of a run that this process does, as the rank that the environment says it is. Rank 0
+    keeps the metrics.
+    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all.
+    `trace`, `tell`, `on_step`: see `loop.train`."""
     from longshift.trainer import loop
 
     log = MetricsLog(folder.metrics)
     names = config.save.trackers if own_rank() == 0 else ()
-    trackers = Trackers(open_trackers(names, folder.path, config.save.project), config.model_dump(mode="json"))
+    trackers = Trackers(
+        open_trackers(names, folder.path, config.save.project), config.model_dump(mode="json")
+    )
     ok = False
 
     def record(step: StepMetrics) -> None:

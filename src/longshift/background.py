@@ -8,13 +8,15 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Work that began in a thread of its own when this was made. The thread ends with the work, and never keeps the process alive. What the
-    work raises is raised by `result`. Mutable."""
+    """Work that began in a thread of its own when this was made. The thread ends with the work, and
+    never keeps the process alive. What the work raises is raised by `result`. Mutable."""
 
     def __init__(self, work: Callable[[], T]):
         self._results: list[T] = []
         self._fault: BaseException | None = None
-        self._thread = Thread(target=self._do, args=(work,), name="longshift-background", daemon=True)
+        self._thread = Thread(
+            target=self._do, args=(work,), name="longshift-background", daemon=True
+        )
         self._thread.start()
 
     def _do(self, work: Callable[[], T]) -> None:

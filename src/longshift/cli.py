@@ -1,13 +1,15 @@
-"""The command line. Exit codes are those of `errors.py`, and 130 for a run that was stopped; an error is printed once, last.
+"""The command line. Exit codes are those of `errors.py`, and 130 for a run that was stopped; an
+error is printed once, last.
 
-What commands need is imported inside them, so that help and config errors come at once: see [Note: imports inside functions] in `api.py`.
-"""
+What commands need is imported inside them, so that help and config errors come at once: see [Note:
+imports inside functions] in `api.py`."""
 
 import signal
 from contextlib import suppress
 
 FIRST_HANDLER = signal.getsignal(signal.SIGINT)
-if FIRST_HANDLER is signal.default_int_handler:  # Ctrl-C while the rest is imported ends the command without a traceback
+# Ctrl-C while the rest is imported ends the command without a traceback.
+if FIRST_HANDLER is signal.default_int_handler:
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -47,10 +49,17 @@ EXAMPLES = {  # of each command, in the order of work
     "profile": ("profile --quick", "profile -o here.json --html here.html"),
     "plan": ("plan run.yaml --html plan.html", "plan run.yaml --on 64xH100 --emit planned.yaml"),
     "check": ("check run.yaml --against dp2.tp2", "check run.yaml --timeline"),
-    "train": ("train run.yaml train.lr=2e-5", "train run.yaml --explain", "train run.yaml --resume"),
+    "train": (
+        "train run.yaml train.lr=2e-5",
+        "train run.yaml --explain",
+        "train run.yaml --resume",
+    ),
     "report": ("report runs/first", "report runs/first runs/second --to both.html"),
     "calibrate": ("calibrate runs/first",),
-    "export": ("export runs/first --to model", "export runs/first --best --precision bf16 --to model"),
+    "export": (
+        "export runs/first --to model",
+        "export runs/first --best --precision bf16 --to model",
+    ),
 }
 
 app = App(
@@ -59,7 +68,9 @@ app = App(
     version=lambda: import_module("importlib.metadata").version("longshift"),
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
-    default_parameter=Parameter(negative="", show_default=lambda value: str(value) if value else None),
+    default_parameter=Parameter(
+        negative="", show_default=lambda value: str(value) if value else None
+    ),
     help_format="plaintext",
 )
 
@@ -90,7 +101,9 @@ def init(
     if to is not None:
         write_new(text, to)
     if json:
-        print(jsonlib.dumps({"config": text, "file": str(to) if to else None, "notes": notes(model)}))
+        print(
+            jsonlib.dumps({"config": text, "file": str(to) if to else None, "notes": notes(model)})
+        )
         return
     for note in notes(model):
         say(note)
@@ -114,14 +127,15 @@ def train(
     restarts: int = 3,
     json: Json = False,
 ) -> None:
-    """Train. Starts the layout's workers on this machine, or on a Ray cluster; under torchrun, takes its place from the environment.
+    """Train. Starts the layout's workers on this machine, or on a Ray cluster; under torchrun,
+    takes its place from the environment.
 
     Args:
         resume: continue from the newest checkpoint in save.dir; --resume=auto: if there is one
         explain: say what a step will insert, prune, move and need, and stop
         trace: a file for what rank 0 plays in its first step, to open in ui.perfetto.dev
         crowded: start more ranks than this machine's cores and memory are made for
-        on: ray, or ray:4 for 4 devices: start ranks on a Ray cluster, and again on the devices that are left after a loss
+        on: ray, or ray:4 for 4 devices: start ranks on a Ray cluster, and again after a loss
         restarts: with --on, how many times in a row to start again without a new checkpoint
     """
     from longshift.config_file import load_config
@@ -132,7 +146,9 @@ def train(
     from longshift.train_command import TrainCommand, leave
 
     rank, world = place()
-    command = TrainCommand(config, overrides, resume, resume_auto, trace, crowded, on, restarts, json, rank, world)
+    command = TrainCommand(
+        config, overrides, resume, resume_auto, trace, crowded, on, restarts, json, rank, world
+    )
     if explain:
         command.explain(run)
         return
@@ -144,7 +160,9 @@ def train(
 
 
 @app.command(show=False)
-def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
+def worker(
+    run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False
+) -> None:
     """One rank that `train` started. It ends with the process that started it."""
     from longshift.train_command import work
     from longshift.trainer.run_folder import RunFolder
@@ -170,10 +188,12 @@ def check(
     timeline: bool = False,
     json: Json = False,
 ) -> None:
-    """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
+    """Compute the same batch under the config's layout, or its groups of lengths, and another
+    layout: loss, gradients, documents that leak.
 
-    In float64, on the GPUs that are visible, a rank each, else on the CPU. With --timeline, play the run's first step and compare its
-    memory with what was predicted. The exit code is 1 where a layout differs from one process, or a recorded peak from the predicted one.
+    In float64, on the GPUs that are visible, a rank each, else on the CPU. With --timeline, play
+    the run's first step and compare its memory with what was predicted. The exit code is 1 where a
+    layout differs from one process, or a recorded peak from the predicted one.
 
     Args:
         against: the other layout, such as dp2.tp2
@@ -207,7 +227,8 @@ def plan(
     html: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Say which layouts are best for the documents on a cluster, what a step takes, and why not another. Needs no GPU.
+    """Say which layouts are best for the documents on a cluster, what a step takes, and why not
+    another. Needs no GPU.
 
     Exit code 2 where nothing fits, with the smallest change after which something would.
 
@@ -253,7 +274,8 @@ def calibrate(
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     json: Json = False,
 ) -> None:
-    """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on.
+    """Fit what is known of a cluster to the steps of a run, finished or not, and write it for
+    longshift plan --on.
 
     Args:
         run: the run folder
@@ -277,7 +299,8 @@ def export(
     merge: bool = False,
     json: Json = False,
 ) -> None:
-    """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT.
+    """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer;
+    adapters alone as a folder of PEFT.
 
     Args:
         run: the run folder
@@ -300,7 +323,8 @@ def report(
     to: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Write what runs have done as one HTML file: losses, rates, memory, time and tokens by length, predicted beside measured.
+    """Write what runs have done as one HTML file: losses, rates, memory, time and tokens by length,
+    predicted beside measured.
 
     Args:
         run: a run folder
@@ -327,7 +351,8 @@ def profile(
     html: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Measure this machine: matmul, attention, links, copies, disk. What was measured before is shown again.
+    """Measure this machine: matmul, attention, links, copies, disk. What was measured before is
+    shown again.
 
     On several GPUs, or under torchrun, all ranks measure together.
 
@@ -360,10 +385,19 @@ def profile(
         show_profile(cluster, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
-app.help_epilogue = "\n".join(("Examples:", *(f"  longshift {lines[0]}" for lines in EXAMPLES.values()), "", EXIT_CODES))
+app.help_epilogue = "\n".join(
+    ("Examples:", *(f"  longshift {lines[0]}" for lines in EXAMPLES.values()), "", EXIT_CODES)
+)
 for order, (name, lines) in enumerate(EXAMPLES.items()):
     app[name].sort_key = order
-    app[name].help_epilogue = "\n".join(("Examples:", *(f"  longshift {line}" for line in lines), "", "longshift --help lists exit codes."))
+    app[name].help_epilogue = "\n".join(
+        (
+            "Examples:",
+            *(f"  longshift {line}" for line in lines),
+            "",
+            "longshift --help lists exit codes.",
+        )
+    )
 
 
 def words(line: list[str]) -> list[str]:
@@ -384,10 +418,17 @@ def main() -> None:
         say("stopped")
         _end(INTERRUPTED)
     except Warning as fault:
-        _print_fault(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
+        _print_fault(
+            UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)")
+        )
     except Exception as fault:
         if lacks_memory(fault):
-            _print_fault(OutOfMemoryError(f"this process gets no more memory ({str(fault) or 'MemoryError'}){address_space()}"))
+            _print_fault(
+                OutOfMemoryError(
+                    "this process gets no more memory"
+                    f" ({str(fault) or 'MemoryError'}){address_space()}"
+                )
+            )
         if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):
             traceback.print_exc()
             _end(1)
@@ -403,7 +444,9 @@ def _print_fault(fault: LongshiftError | CycloptsError) -> NoReturn:
     if "--json" in sys.argv:
         with read_or_not():
             print(
-                jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}),
+                jsonlib.dumps(
+                    {"error": str(fault), "kind": type(fault).__name__, "exit_code": code}
+                ),
                 flush=True,
             )
     else:
@@ -412,7 +455,8 @@ def _print_fault(fault: LongshiftError | CycloptsError) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    """A rank that has joined others leaves at once: its peers wait, and an orderly end would wait for them."""
+    """A rank that has joined others leaves at once: its peers wait, and an orderly end would wait
+    for them."""
     joined = sys.modules.get("torch.distributed")
     if joined is not None and joined.is_initialized():
         from longshift.train_command import leave

@@ -1,4 +1,5 @@
-"""What commands compute, as frozen values: the Python API returns them, and `print_result` prints them, as JSON or for a person."""
+"""What commands compute, as frozen values: the Python API returns them, and `print_result` prints
+them, as JSON or for a person."""
 
 import json
 import math
@@ -27,7 +28,8 @@ class CommandResult(BaseModel):
     """A result of a command, or a part of one. `model_validate` reads what `to_json` gives."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_by_name=True)
-    OPTIONAL: ClassVar[tuple[str, ...]] = ()  # keys that are left out of JSON where they have no value
+    # Keys that are left out of JSON where they have no value.
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What the command prints with --json."""
@@ -38,7 +40,10 @@ class CommandResult(BaseModel):
         yield fields_table("", self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={short_repr(value)}' for name, value in self)})"
+        return (
+            f"{type(self).__name__}"
+            f"({', '.join(f'{name}={short_repr(value)}' for name, value in self)})"
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the same as `parts`, with tables as tables."""
@@ -46,7 +51,11 @@ class CommandResult(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_optional(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in serialize(self).items() if value is not None or key not in self.OPTIONAL}
+        return {
+            key: value
+            for key, value in serialize(self).items()
+            if value is not None or key not in self.OPTIONAL
+        }
 
 
 def short_repr(value: Any) -> str:
@@ -55,7 +64,13 @@ def short_repr(value: Any) -> str:
         return repr(value)
     if isinstance(value, Collection):
         return f"<{len(value)} items>" if value else "()"
-    return f"{value:.6g}" if isinstance(value, float) else str(value) if isinstance(value, Path) else repr(value)
+    return (
+        f"{value:.6g}"
+        if isinstance(value, float)
+        else str(value)
+        if isinstance(value, Path)
+        else repr(value)
+    )
 
 
 def fields_table(title: str, fields: Iterable[tuple[str, Any]]) -> Table:
@@ -70,10 +85,15 @@ def html_of(part: RenderableType) -> str:
     """A line or a table of `parts`."""
     if not isinstance(part, Table):
         return f'<div style="white-space: pre-wrap">{html_escape(str(part))}</div>'
-    columns = [[html_escape(Text.from_markup(str(cell)).plain) for cell in column.cells] for column in part.columns]
+    columns = [
+        [html_escape(Text.from_markup(str(cell)).plain) for cell in column.cells]
+        for column in part.columns
+    ]
     names = [html_escape(str(column.header)) for column in part.columns]
     head = "".join(f"<th>{name}</th>" for name in names) if part.show_header else ""
-    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in zip(*columns))
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in zip(*columns)
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
@@ -85,14 +105,17 @@ def print_result(result: CommandResult, as_json: bool) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     for part in result.parts():
         # Text is printed as it stands: no markup, and lines as long as they are.
-        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text))
+        console.print(
+            Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text)
+        )
 
 
 class CorpusFacts(CommandResult):
-    """The documents of a config. `skipped`: path and reason of each file that gave none; `notes`: what the sources hold and no token shows;
-    `quantiles`: lengths in tokens, by name, as in p50; `histogram`: between powers of two; `caps`: what each cap on the length would lose;
-    `max_len`: the config's cap; `cache`: where the tokens are. Where a part is `learned`: how many tokens, and of a `sample` document runs
-    of text, with whether they are learned."""
+    """The documents of a config. `skipped`: path and reason of each file that gave none; `notes`:
+    what the sources hold and no token shows; `quantiles`: lengths in tokens, by name, as in p50;
+    `histogram`: between powers of two; `caps`: what each cap on the length would lose; `max_len`:
+    the config's cap; `cache`: where the tokens are. Where a part is `learned`: how many tokens, and
+    of a `sample` document runs of text, with whether they are learned."""
 
     OPTIONAL = ("learned", "sample")
 
@@ -109,12 +132,17 @@ class CorpusFacts(CommandResult):
     sample: tuple[tuple[str, bool], ...] | None = None
 
     def parts(self) -> Iterator[RenderableType]:
-        """Sentences, the share of each range of lengths, the cost of each cap, and what is learned of a sample."""
+        """Sentences, the share of each range of lengths, the cost of each cap, and what is learned
+        of a sample."""
         spread = ", ".join(f"{name} {tokens:,}" for name, tokens in self.quantiles.items())
         yield f"{self.documents:,} documents, {self.tokens:,} tokens; length {spread}"
         if self.skipped:
             reasons = Counter(reason for _, reason in self.skipped)
-            yield f"skipped files: {', '.join(f'{count} {reason}' for reason, count in reasons.items())} (--json names them)"
+            yield (
+                "skipped files:"
+                f" {', '.join(f'{count} {reason}' for reason, count in reasons.items())} (--json"
+                " names them)"
+            )
         for note in self.notes:
             yield f"note: {note}"
         yield self._length_table()
@@ -123,7 +151,10 @@ class CorpusFacts(CommandResult):
         if self.sample is not None and self.learned is not None:
             is_terminal = Console().is_terminal
             mark = "in green" if is_terminal else "in [[ ]]"
-            yield f"\n{self.learned:,} tokens are learned ({self.learned / self.tokens:.1%}), here {mark}:\n"
+            yield (
+                f"\n{self.learned:,} tokens are learned ({self.learned / self.tokens:.1%}), here"
+                f" {mark}:\n"
+            )
             sample = Text()
             for text, is_learned in self.sample:
                 if is_learned and not is_terminal:  # where nobody sees colors
@@ -147,7 +178,9 @@ class CorpusFacts(CommandResult):
 
     def _cap_table(self) -> Table:
         """What caps on the length would lose."""
-        table = Table("max_len", "longer documents", "split: pieces", "truncate: lost", "drop: lost", box=None)
+        table = Table(
+            "max_len", "longer documents", "split: pieces", "truncate: lost", "drop: lost", box=None
+        )
         for loss in self.caps:
             mark = " (this config)" if loss.cap == self.max_len else ""
             table.add_row(
@@ -161,9 +194,10 @@ class CorpusFacts(CommandResult):
 
 
 class CheckedLayout(CommandResult):
-    """A layout beside one process: the largest relative differences of losses, gradients, weights and moments of the optimizer. `stage`: of
-    the run, from 1; `computed`: the layout made small, as it was computed; `leaked_positions`: of `probed_positions` targets, how many see
-    what they must not."""
+    """A layout beside one process: the largest relative differences of losses, gradients, weights
+    and moments of the optimizer. `stage`: of the run, from 1; `computed`: the layout made small, as
+    it was computed; `leaked_positions`: of `probed_positions` targets,
+    how many see what they must not."""
 
     stage: int
     layout: str
@@ -177,9 +211,10 @@ class CheckedLayout(CommandResult):
 
 
 class Checked(CommandResult):
-    """Layouts beside `reference`: the worst of `rows`, and whether all are within `tolerance`, nothing leaks and no label is wrong.
-    `documents` and `tokens` of a step of each stage; `reference_loss`: of the reference's last step, in nats. `not_exercised`: what the
-    config has that was not computed, a line each."""
+    """Layouts beside `reference`: the worst of `rows`, and whether all are within `tolerance`,
+    nothing leaks and no label is wrong. `documents` and `tokens` of a step of each stage;
+    `reference_loss`: of the reference's last step, in nats. `not_exercised`: what the config has
+    that was not computed, a line each."""
 
     reference: str
     documents: int
@@ -198,7 +233,10 @@ class Checked(CommandResult):
 
     def parts(self) -> Iterator[RenderableType]:
         """A row for each layout, and the verdict."""
-        yield f"{self.documents} documents, {self.tokens:,} tokens; loss {self.reference_loss:.4f} in {self.reference}"
+        yield (
+            f"{self.documents} documents, {self.tokens:,} tokens; loss {self.reference_loss:.4f} in"
+            f" {self.reference}"
+        )
         # Most runs have one stage: a column of ones would say nothing.
         has_stages = len({row.stage for row in self.rows}) > 1
         table = Table(
@@ -215,19 +253,29 @@ class Checked(CommandResult):
         for row in self.rows:
             cells = [str(row.stage)] * has_stages
             cells += [row.layout, row.computed]
-            cells += [f"{difference:.1e}" for difference in (row.loss, row.grad, row.weight, row.optimizer)]
+            cells += [
+                f"{difference:.1e}"
+                for difference in (row.loss, row.grad, row.weight, row.optimizer)
+            ]
             cells.append(f"{row.leaked_positions} of {row.probed_positions}")
             table.add_row(*cells)
         yield table
         for line in self.not_exercised:
             yield f"not exercised: {line}"
-        worst = f"loss {self.loss:.1e}, gradients {self.grad:.1e}, weights {self.weight:.1e}, moments {self.optimizer:.1e}"
+        worst = (
+            f"loss {self.loss:.1e}, gradients {self.grad:.1e}, weights {self.weight:.1e}, moments"
+            f" {self.optimizer:.1e}"
+        )
         faults = f"{self.leaked_positions} leaked positions, {self.wrong_labels} wrong labels"
-        yield f"{'PASS' if self.passed else 'FAIL'}: {worst}, {faults}; the tolerance of float64 is {self.tolerance:.0e}"
+        yield (
+            f"{'PASS' if self.passed else 'FAIL'}: {worst}, {faults}; the tolerance of float64 is"
+            f" {self.tolerance:.0e}"
+        )
 
 
 class RankPeak(CommandResult):
-    """The peak of a rank's bytes in a step of so many operations, and whether it is near enough to the predicted one."""
+    """The peak of a rank's bytes in a step of so many operations, and whether it is near enough to
+    the predicted one."""
 
     rank: int
     operations: int
@@ -238,8 +286,9 @@ class RankPeak(CommandResult):
 
 
 class MemoryDifference(CommandResult):
-    """Bytes of a rank after an operation, recorded and predicted; None where it was not played, or not predicted. `same`: whether it is the
-    predicted operation; `alike`: how many differ by as much."""
+    """Bytes of a rank after an operation, recorded and predicted; None where it was not played, or
+    not predicted. `same`: whether it is the predicted operation;
+    `alike`: how many differ by as much."""
 
     rank: int
     number: int
@@ -252,8 +301,8 @@ class MemoryDifference(CommandResult):
 
 
 class MemoryCheck(CommandResult):
-    """A recorded step beside the predicted one: peaks by rank, and the operations after which bytes differ most. `within`: whether all are
-    near enough."""
+    """A recorded step beside the predicted one: peaks by rank, and the operations after which bytes
+    differ most. `within`: whether all are near enough."""
 
     within: bool
     ranks: tuple[RankPeak, ...]
@@ -273,7 +322,9 @@ class MemoryCheck(CommandResult):
             )
         yield peaks
         yield ""
-        differences = Table("rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike", box=None)
+        differences = Table(
+            "rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike", box=None
+        )
         for row in self.differences:
             differences.add_row(
                 str(row.rank),
@@ -300,7 +351,8 @@ class Exported(CommandResult):
 
 
 class PlannedGroup(CommandResult):
-    """The documents of up to `upto` tokens in a mean step: how many, their tokens, the layout and packs that compute them, in seconds."""
+    """The documents of up to `upto` tokens in a mean step: how many, their tokens, the layout and
+    packs that compute them, in seconds."""
 
     upto: int
     layout: str
@@ -312,8 +364,9 @@ class PlannedGroup(CommandResult):
 
 
 class PlannedWay(CommandResult):
-    """A way to compute: `layout` as a config's `layout` has it. `seconds` of a mean step, between `least_s` and `most_s`; `bytes` by place,
-    of the rank that needs most, at `peak`. Of a rival, `times` as long as the best; of the best, its `groups` and the seconds by lane."""
+    """A way to compute: `layout` as a config's `layout` has it. `seconds` of a mean step, between
+    `least_s` and `most_s`; `bytes` by place, of the rank that needs most, at `peak`. Of a rival,
+    `times` as long as the best; of the best, its `groups` and the seconds by lane."""
 
     OPTIONAL = ("groups", "lanes", "times")
 
@@ -338,7 +391,8 @@ class PlannedCluster(CommandResult):
 
 
 class Short(CommandResult):
-    """A way for which `bytes` are lacking at a `place`: the device, or a rank's part of the host's memory or of the disk."""
+    """A way for which `bytes` are lacking at a `place`: the device, or a rank's part of the host's
+    memory or of the disk."""
 
     way: Any
     bytes: int
@@ -353,10 +407,12 @@ class PlannedHome(CommandResult):
 
 
 class LayoutPlan(CommandResult):
-    """The best layouts for documents on a cluster. `home`: where the training state lies, of the `homes` that were compared. `fits`:
-    whether there is a layout; where there is none, `changes` after which there would be, and which ways are `short` of memory. `best`, the
-    best `single` layout, the best with `context_parallel` alone, and `rivals`; `tried`: those that `layout: auto` trains some steps
-    each, in their order. `candidates` were compared, and `refused` by reason. `mfu` by convention. `notes`: the choice in sentences."""
+    """The best layouts for documents on a cluster. `home`: where the training state lies, of the
+    `homes` that were compared. `fits`: whether there is a layout; where there is none, `changes`
+    after which there would be, and which ways are `short` of memory. `best`, the best `single`
+    layout, the best with `context_parallel` alone, and `rivals`; `tried`: those that `layout: auto`
+    trains some steps each, in their order. `candidates` were compared, and `refused` by reason.
+    `mfu` by convention. `notes`: the choice in sentences."""
 
     OPTIONAL = ("best", "mfu")
 
@@ -383,9 +439,14 @@ class LayoutPlan(CommandResult):
 
     def parts(self) -> Iterator[RenderableType]:
         """What was asked, a row for each group of the best way, and the notes."""
-        yield f"{self.documents:,} documents of up to {format_size(self.longest)} tokens on {self.cluster}"
+        yield (
+            f"{self.documents:,} documents of up to {format_size(self.longest)} tokens on"
+            f" {self.cluster}"
+        )
         if self.best is not None:
-            table = Table("up to", "layout", "pack", "documents", "tokens", "seconds", "tokens/s", box=None)
+            table = Table(
+                "up to", "layout", "pack", "documents", "tokens", "seconds", "tokens/s", box=None
+            )
             for group in self.best.groups or ():
                 table.add_row(
                     format_size(group.upto),
@@ -401,7 +462,8 @@ class LayoutPlan(CommandResult):
 
 
 class CalibrationStep(CommandResult):
-    """A step of a run: what it took, and how far off it was predicted, `before` and by the constants of the other steps (`held_back`)."""
+    """A step of a run: what it took, and how far off it was predicted, `before` and by the
+    constants of the other steps (`held_back`)."""
 
     step: int
     layout: Any
@@ -411,8 +473,9 @@ class CalibrationStep(CommandResult):
 
 
 class CalibrationResult(CommandResult):
-    """What the steps of a run showed of a cluster, and `file`, which holds the cluster with it: `constants` and `band` as in
-    `cluster.Calibration`; `errors`: mean absolute ones, `before` and of steps that were `held_back`."""
+    """What the steps of a run showed of a cluster, and `file`, which holds the cluster with it:
+    `constants` and `band` as in `cluster.Calibration`; `errors`: mean absolute ones, `before` and
+    of steps that were `held_back`."""
 
     cluster: str
     constants: Mapping[str, float]
@@ -431,15 +494,19 @@ class CalibrationResult(CommandResult):
             quantity = "seconds that it takes" if name == "launch" else "rate"
             yield f"  {name:<10} {value:.2f} times the {quantity} alone"
         errors = self.errors
-        yield f"a step is off by {errors['before']:.1%} without these, by {errors['held_back']:.1%} with those of the other steps"
+        yield (
+            f"a step is off by {errors['before']:.1%} without these, by"
+            f" {errors['held_back']:.1%} with those of the other steps"
+        )
         yield f"band: {self.band:.1%} either way"
         yield f"wrote {self.file}; plan by it with: longshift plan CONFIG --on {self.file}"
 
 
 class RunSummary(CommandResult):
-    """Where a run is after its last step, and the commands that go on from there. `early`: whether validation ended it; `first_loss`,
-    `last_loss`: of its steps, in nats, None where that is not finite; of the lowest validation, its step and loss; `stopped`: why the
-    function of `train.on_step` ended it."""
+    """Where a run is after its last step, and the commands that go on from there. `early`: whether
+    validation ended it; `first_loss`, `last_loss`: of its steps, in nats, None where that is not
+    finite; of the lowest validation, its step and loss; `stopped`: why the function of
+    `train.on_step` ended it."""
 
     OPTIONAL = ("best_step", "best_loss", "stopped")
 
@@ -459,13 +526,27 @@ class RunSummary(CommandResult):
 
     def parts(self) -> Iterator[RenderableType]:
         """Lines under names, as the header has them."""
-        status = "ended early, for validation becomes no better," if self.early else "finished" if self.finished else "stopped"
+        status = (
+            "ended early, for validation becomes no better,"
+            if self.early
+            else "finished"
+            if self.finished
+            else "stopped"
+        )
         if self.stopped is not None:
             status = f"ended by train.on_step ({shown(self.stopped)})"
         # A loss that was not finite is None in JSON, which has no word for it.
-        first_loss, last_loss = (math.nan if loss is None else loss for loss in (self.first_loss, self.last_loss))
-        yield f"run     {self.shown}: {status} at step {self.steps} of {self.planned_steps}, loss {first_loss:.3f} -> {last_loss:.3f}"
+        first_loss, last_loss = (
+            math.nan if loss is None else loss for loss in (self.first_loss, self.last_loss)
+        )
+        yield (
+            f"run     {self.shown}: {status} at step {self.steps} of {self.planned_steps}, loss"
+            f" {first_loss:.3f} -> {last_loss:.3f}"
+        )
         if self.best_step is not None:
-            yield f"valid   loss {self.best_loss:.4f} after step {self.best_step} is the lowest; export that step with --best"
+            yield (
+                f"valid   loss {self.best_loss:.4f} after step {self.best_step} is the lowest;"
+                " export that step with --best"
+            )
         yield f"export  {self.export}"
         yield f"resume  {self.resume}"

@@ -1,4 +1,5 @@
-"""One YAML file is the whole truth about a run. It is validated, every fault at once, before torch is imported.
+"""One YAML file is the whole truth about a run. It is validated, every fault at once, before torch
+is imported.
 
     model: {preset: tiny-llama}
     data: {train: [{corpus: python}], max_len: 32K, overlong: split}
@@ -6,8 +7,8 @@
     layout: dp2.tp2
     save: {dir: runs/demo}
 
-Paths are taken from the working directory and made absolute, so that the copy of the config in the run folder stays true.
-"""
+Paths are taken from the working directory and made absolute, so that the copy of the config in the
+run folder stays true."""
 
 import copy
 import re
@@ -52,7 +53,15 @@ from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
 from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.formats import Format, GradientWire, MomentFormat, PrecisionName, WeightWire, Wire, formats_of
+from longshift.spec.formats import (
+    Format,
+    GradientWire,
+    MomentFormat,
+    PrecisionName,
+    WeightWire,
+    Wire,
+    formats_of,
+)
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec
 from longshift.spec.rule import OPTIMIZERS, Rule, load_rule
 from longshift.spec.stretch import stretched
@@ -76,7 +85,10 @@ def _name_or_object(*names: str) -> AfterValidator:
     def check(value: str) -> str:
         if value not in names and not OBJECT.fullmatch(value):
             near = did_you_mean(value, names, otherwise="")
-            raise ValueError(f"{shown(value)} is not one of {', '.join(names)}{near or ', nor package.module:name of your own code'}")
+            raise ValueError(
+                f"{shown(value)} is not one of"
+                f" {', '.join(names)}{near or ', nor package.module:name of your own code'}"
+            )
         return value
 
     return AfterValidator(check)
@@ -104,16 +116,24 @@ StageConfig = TypedDict(
     },
     total=False,
 )
-"""A part of a run: its steps, and the run's keys that have another value in it. With `train.lr`, a stage has a schedule of its own, over
-its own steps; without it, the run's goes on."""
+"""A part of a run: its steps, and the run's keys that have another value in it. With `train.lr`, a
+stage has a schedule of its own, over its own steps; without it, the run's goes on."""
 with_config(ConfigDict(extra="forbid", allow_inf_nan=False))(StageConfig)
 
 
 def _check_stage(stage: StageConfig) -> StageConfig:
-    if "train.lr" not in stage and any(f"train.{name}" in stage for name in ("min_lr", "warmup", "schedule")):
-        raise ValueError("train.min_lr, warmup and schedule are of a stage that has train.lr; without it the run's schedule goes on")
+    if "train.lr" not in stage and any(
+        f"train.{name}" in stage for name in ("min_lr", "warmup", "schedule")
+    ):
+        raise ValueError(
+            "train.min_lr, warmup and schedule are of a stage that has train.lr; without it the"
+            " run's schedule goes on"
+        )
     if isinstance(stage.get("layout"), AutoLayout):
-        raise ValueError("layout: auto is chosen for a whole run; name the layout of a stage (longshift plan finds it)")
+        raise ValueError(
+            "layout: auto is chosen for a whole run; name the layout of a stage (longshift plan"
+            " finds it)"
+        )
     return stage
 
 
@@ -123,9 +143,17 @@ Stages = tuple[Annotated[StageConfig, AfterValidator(_check_stage)], ...]
 class TrainConfig(Section):
     """Steps and the optimizer."""
 
-    tokens_per_step: Size = Field(description="a step takes whole documents until it has this many tokens, whatever the layout")
-    pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
-    stages: Stages = Field((), description="parts of the run, in order, whose steps add up to steps")
+    tokens_per_step: Size = Field(
+        description=(
+            "a step takes whole documents until it has this many tokens, whatever the layout"
+        )
+    )
+    pack_tokens: Size | None = Field(
+        None, description="capacity of a pack; data.max_len where it is not given"
+    )
+    stages: Stages = Field(
+        (), description="parts of the run, in order, whose steps add up to steps"
+    )
     steps: Size = Field(description="optimizer updates of the run")
     lr: PositiveRate = Field(description="the highest learning rate")
     min_lr: SmallestRate = Field(
@@ -133,38 +161,77 @@ class TrainConfig(Section):
         description="the learning rate at the end; a tenth of lr where it is not given",
     )
     warmup: Count = Field(0, description="steps in which the learning rate rises to lr")
-    schedule: Decay = Field("cosine", description="how the learning rate falls from lr to min_lr; constant stays at lr")
-    clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
-    precision: PrecisionName = Field("bf16", description="format that a step computes in; master weights are float32 or wider")
-    seed: int = Field(0, ge=0, lt=2**63, description="of random weights and of the order of documents")
-    loss: LossName = Field(CROSS_ENTROPY, description="cross-entropy, or package.module:function of your own")
-    optimizer: OptimizerName = Field(
-        "adamw", description="adamw; sgd: a moment less in the training state; or package.module:Rule of your own"
+    schedule: Decay = Field(
+        "cosine", description="how the learning rate falls from lr to min_lr; constant stays at lr"
     )
-    momentum: Annotated[Number, Field(ge=0, lt=1)] | None = Field(None, description="of sgd: 0.9 where it is not given; 0 keeps no moment")
-    weight_decay: Rate = Field(0.1, ge=0, description="decay of matrices and embeddings; norms and biases do not decay")
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.95), description="of adamw: decay rates of the two moments"
+    clip: Annotated[Number, Field(gt=0)] | None = Field(
+        1.0, description="largest global gradient norm; null leaves it alone"
+    )
+    precision: PrecisionName = Field(
+        "bf16", description="format that a step computes in; master weights are float32 or wider"
+    )
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="of random weights and of the order of documents"
+    )
+    loss: LossName = Field(
+        CROSS_ENTROPY, description="cross-entropy, or package.module:function of your own"
+    )
+    optimizer: OptimizerName = Field(
+        "adamw",
+        description=(
+            "adamw; sgd: a moment less in the training state; or package.module:Rule of your own"
+        ),
+    )
+    momentum: Annotated[Number, Field(ge=0, lt=1)] | None = Field(
+        None, description="of sgd: 0.9 where it is not given; 0 keeps no moment"
+    )
+    weight_decay: Rate = Field(
+        0.1, ge=0, description="decay of matrices and embeddings; norms and biases do not decay"
+    )
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
+        Field((0.9, 0.95), description="of adamw: decay rates of the two moments")
     )
     eps: Rate = Field(1e-8, gt=0, description="of adamw: added to the root of the second moment")
-    deterministic: bool = Field(False, description="equal runs on equal devices give equal bits, where faster kernels would not")
+    deterministic: bool = Field(
+        False,
+        description="equal runs on equal devices give equal bits, where faster kernels would not",
+    )
     compile: bool = Field(
-        False, description="compile norms, rotary embedding, gated activations and the loss: faster from the second step on"
+        False,
+        description=(
+            "compile norms, rotary embedding, gated activations and the loss: faster from the"
+            " second step on"
+        ),
     )
     timeout: Seconds | None = Field(
-        None, description="seconds after which a collective fails because a rank does not answer; derived from the longest document"
+        None,
+        description=(
+            "seconds after which a collective fails because a rank does not answer; derived from"
+            " the longest document"
+        ),
     )
     on_step: ObjectText | None = Field(
-        None, description="a function of yours, as in my_module:watch, that rank 0 calls after each step (docs/extending.md)"
+        None,
+        description=(
+            "a function of yours, as in my_module:watch, that rank 0 calls after each step"
+            " (docs/extending.md)"
+        ),
     )
-    stall_timeout: Seconds = Field(60.0, description="seconds that a local rank may be stopped (SIGSTOP) before the run ends")
+    stall_timeout: Seconds = Field(
+        60.0, description="seconds that a local rank may be stopped (SIGSTOP) before the run ends"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _steps_of_stages(cls, values: object) -> object:
         """With the stages' steps together, where nothing else is said."""
         stages = values.get("stages") if isinstance(values, dict) else None
-        if isinstance(values, dict) and isinstance(stages, list | tuple) and stages and "steps" not in values:
+        if (
+            isinstance(values, dict)
+            and isinstance(stages, list | tuple)
+            and stages
+            and "steps" not in values
+        ):
             try:
                 return values | {"steps": sum(parse_size(stage["steps"]) for stage in stages)}  # pyright: ignore[reportArgumentType, reportCallIssue]
             except (KeyError, TypeError, ValueError):  # a stage's own fault is told
@@ -174,7 +241,10 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         if self.stages and self.steps != (total := sum(stage["steps"] for stage in self.stages)):
-            raise ValueError(f"steps is {self.steps} and the stages have {total} together; leave steps out, or change a stage's")
+            raise ValueError(
+                f"steps is {self.steps} and the stages have {total} together; leave steps out, or"
+                " change a stage's"
+            )
         instead = {"adamw": "adamw has train.betas", "sgd": "sgd has train.momentum"}
         has = instead.get(self.optimizer, f"{self.optimizer} has numbers of its own")
         if self.optimizer != "sgd" and self.momentum is not None:
@@ -185,7 +255,10 @@ class TrainConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
         if self.warmup > self.steps:
-            raise ValueError(f"warmup {self.warmup} is longer than the run of {self.steps} steps; write train.warmup={self.steps // 10}")
+            raise ValueError(
+                f"warmup {self.warmup} is longer than the run of {self.steps} steps; write"
+                f" train.warmup={self.steps // 10}"
+            )
         return self
 
     @property
@@ -204,7 +277,10 @@ def _check_tracker(value: str) -> str:
         split_object(value)
     elif value not in TRACKER_NAMES:
         known = ", ".join(TRACKER_NAMES)
-        hint = did_you_mean(value, TRACKER_NAMES, otherwise="") or "; a class of yours is named as in my_module:MyTracker"
+        hint = (
+            did_you_mean(value, TRACKER_NAMES, otherwise="")
+            or "; a class of yours is named as in my_module:MyTracker"
+        )
         raise ValueError(f"{shown(value)} is not one of {known}{hint}")
     return value
 
@@ -220,8 +296,10 @@ class SaveConfig(Section):
     keep: Size = Field(3, description="how many of the newest checkpoints stay")
     trackers: tuple[TrackerText, ...] = Field(
         (),
-        description="where the rows of metrics.jsonl go, too: tensorboard, wandb, trackio, mlflow, or a class of yours, as in "
-        "my_module:MyTracker (docs/extending.md)",
+        description=(
+            "where the rows of metrics.jsonl go, too: tensorboard, wandb, trackio, mlflow, or a"
+            " class of yours, as in my_module:MyTracker (docs/extending.md)"
+        ),
     )
     project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
         "longshift", description="the run's project at the trackers"
@@ -239,21 +317,33 @@ class SaveConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Validation on data.valid, or data.held_out. The checkpoint with the lowest loss is kept besides the newest."""
+    """Validation on data.valid, or data.held_out. The checkpoint with the lowest loss is kept
+    besides the newest."""
 
-    every: Size = Field(default=100, description="steps between validations; the last step has one, too")
-    tokens: Size = Field(default=UNITS["M"], description="validate on as many whole documents as have this many tokens")
-    patience: Size | None = Field(default=None, description="the run ends after this many validations without a lower loss")
+    every: Size = Field(
+        default=100, description="steps between validations; the last step has one, too"
+    )
+    tokens: Size = Field(
+        default=UNITS["M"],
+        description="validate on as many whole documents as have this many tokens",
+    )
+    patience: Size | None = Field(
+        default=None, description="the run ends after this many validations without a lower loss"
+    )
 
 
 class SwitchConfig(Section):
     """How weights move where the layout changes inside a step."""
 
     bucket: Annotated[Size, Field(ge=LEAST_BUCKET)] = Field(
-        default=32 * UNITS["M"], description="bytes that a rank sends, or receives, at one time, at most"
+        default=32 * UNITS["M"],
+        description="bytes that a rank sends, or receives, at one time, at most",
     )
     ahead: Count = Field(
-        default=256 * UNITS["M"], description="bytes of the next layout's weights that may arrive while the one before still computes"
+        default=256 * UNITS["M"],
+        description=(
+            "bytes of the next layout's weights that may arrive while the one before still computes"
+        ),
     )
 
     @property
@@ -265,7 +355,11 @@ class StreamConfig(Section):
     """Of layouts that offload to disk, and of a home there."""
 
     folder: PathText | None = Field(
-        default=None, description="where the disk tier, and a home on disk, keep their files; the run folder where it is not given"
+        default=None,
+        description=(
+            "where the disk tier, and a home on disk, keep their files; the run folder where it is"
+            " not given"
+        ),
     )
 
     def options(self, run: Path) -> StreamOptions:
@@ -273,10 +367,17 @@ class StreamConfig(Section):
 
 
 class WireConfig(Section):
-    """Number formats of gathers and reductions under ZeRO 1 to 3. Exchanges of a switch keep those of weights and sums."""
+    """Number formats of gathers and reductions under ZeRO 1 to 3. Exchanges of a switch keep those
+    of weights and sums."""
 
-    gradients: GradientWire = Field(default="float32", description="of gradients on the way home: float32 (that of sums), bf16 or float8")
-    weights: WeightWire = Field(default="compute", description="of weights that are gathered: compute (that of working copies) or float8")
+    gradients: GradientWire = Field(
+        default="float32",
+        description="of gradients on the way home: float32 (that of sums), bf16 or float8",
+    )
+    weights: WeightWire = Field(
+        default="compute",
+        description="of weights that are gathered: compute (that of working copies) or float8",
+    )
 
     @property
     def formats(self) -> Wire:
@@ -284,16 +385,21 @@ class WireConfig(Section):
 
 
 class HomeConfig(Section):
-    """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`, and `home: {device: 8G, host:
-    rest}` for `home: {at: {device: 8G, host: rest}}`; `home: auto` is chosen with `layout: auto`."""
+    """Where the training state lies, and in which format. `home: disk` is short for `home: {at:
+    disk}`, and `home: {device: 8G, host: rest}` for `home: {at: {device: 8G, host: rest}}`; `home:
+    auto` is chosen with `layout: auto`."""
 
     at: HomeAt = Field(
         default=HomeTiers(),
-        description="where master weights, moments and gradient sums lie: device, host or disk, or so many bytes of a rank in each, as in "
-        "{device: 8G, host: rest}; auto, with layout: auto: what the planner finds",
+        description=(
+            "where master weights, moments and gradient sums lie: device, host or disk, or so many"
+            " bytes of a rank in each, as in {device: 8G, host: rest}; auto, with layout: auto:"
+            " what the planner finds"
+        ),
     )
     moments: MomentFormat = Field(
-        default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
+        default="float32",
+        description="format of moments between updates: float32 (that of masters), bf16 or float8",
     )
 
     @model_validator(mode="before")
@@ -314,7 +420,11 @@ class Config(Section):
     data: DataConfig
     train: TrainConfig
     layout: Layouts = Field(
-        Layout(), description="the parallel layout: words such as dp2.tp2, a list of layouts by document length, or auto"
+        Layout(),
+        description=(
+            "the parallel layout: words such as dp2.tp2, a list of layouts by document length, or"
+            " auto"
+        ),
     )
     home: HomeConfig = HomeConfig()
     save: SaveConfig
@@ -329,33 +439,43 @@ class Config(Section):
             pack = format_size(self.pack_tokens)
             longest = format_size(self.data.max_len)
             raise ValueError(
-                f"train.pack_tokens {pack} is less than data.max_len {longest}, and a pack must hold the longest document; "
-                f"write train.pack_tokens={longest} or leave it out"
+                f"train.pack_tokens {pack} is less than data.max_len {longest}, and a pack must"
+                f" hold the longest document; write train.pack_tokens={longest} or leave it out"
             )
         return self
 
     @model_validator(mode="after")
     def _validates_on_something(self) -> "Config":
         if self.validation is not None and self.data.valid is None and self.data.held_out is None:
-            raise ValueError("validation needs documents: data.valid, or data.held_out=0.01 for a hundredth of data.train")
+            raise ValueError(
+                "validation needs documents: data.valid, or data.held_out=0.01 for a hundredth of"
+                " data.train"
+            )
         return self
 
     @model_validator(mode="after")
     def _groups_hold_all(self) -> "Config":
         if self.train.pack_tokens is not None and isinstance(self.layout, AutoLayout):
-            raise ValueError("train.pack_tokens is for a single layout, and layout: auto chooses packs: leave pack_tokens out")
+            raise ValueError(
+                "train.pack_tokens is for a single layout, and layout: auto chooses packs: leave"
+                " pack_tokens out"
+            )
         if isinstance(self.layout, Layout | AutoLayout):
             return self
         longest = format_size(self.data.max_len)
         last = self.layout[-1]
         if last.upto < self.data.max_len:
             raise ValueError(
-                f"the last group, {last.use}, ends at {format_size(last.upto)} tokens and data.max_len is {longest}; "
-                f"write its upto: {longest}, or data.max_len={format_size(last.upto)}"
+                f"the last group, {last.use}, ends at {format_size(last.upto)} tokens and"
+                f" data.max_len is {longest}; write its upto: {longest}, or"
+                f" data.max_len={format_size(last.upto)}"
             )
         if self.train.pack_tokens is not None:
             pack = format_size(self.train.pack_tokens)
-            raise ValueError(f"train.pack_tokens is for a single layout; leave it out, or write pack: {pack} in a group")
+            raise ValueError(
+                f"train.pack_tokens is for a single layout; leave it out, or write pack: {pack} in"
+                " a group"
+            )
         worlds = {edge.use.world for edge in self.layout}
         if len(worlds) > 1:
             counts = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
@@ -365,33 +485,48 @@ class Config(Section):
     @model_validator(mode="after")
     def _of_home(self) -> "Config":
         if self.home.at.auto and not isinstance(self.layout, AutoLayout):
-            raise ValueError("home: auto is chosen with layout: auto; write home: device, host or disk")
+            raise ValueError(
+                "home: auto is chosen with layout: auto; write home: device, host or disk"
+            )
         if self.home.moments == "float8" and self.train.optimizer not in OPTIMIZERS:
             raise ValueError(
-                "home.moments: float8 keeps second moments as their roots, and which moments are such is known of adamw and sgd alone; "
-                "write home.moments=bf16, or leave it out"
+                "home.moments: float8 keeps second moments as their roots, and which moments are"
+                " such is known of adamw and sgd alone; write home.moments=bf16, or leave it out"
             )
         # A rule of the user's own is not loaded to read a config.
-        if self.home.moments != "float32" and self.train.optimizer in OPTIMIZERS and not self.train.rule.moments:
-            raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
+        if (
+            self.home.moments != "float32"
+            and self.train.optimizer in OPTIMIZERS
+            and not self.train.rule.moments
+        ):
+            raise ValueError(
+                f"home.moments is a format of moments, and {self.train.rule} keeps none: leave"
+                " it out"
+            )
         return self
 
     @model_validator(mode="after")
     def _wire_carries(self) -> "Config":
         if not self.wire.formats.coded:
             return self
-        if self.wire.weights != "compute" and (isinstance(self.layout, AutoLayout) or len(self.edges) > 1):
+        if self.wire.weights != "compute" and (
+            isinstance(self.layout, AutoLayout) or len(self.edges) > 1
+        ):
             raise ValueError(
-                "wire.weights: float8 is for one layout: a switch takes weights from working copies too, which would not be home's; leave "
-                "wire.weights out"
+                "wire.weights: float8 is for one layout: a switch takes weights from working copies"
+                " too, which would not be home's; leave wire.weights out"
             )
         if isinstance(self.layout, AutoLayout):
             if dict(self.layout.fixed).get("z") == (0,):
-                raise ValueError("wire is for what ZeRO deals over ranks, and layout: auto may choose z0 alone: write z: [1, 2, 3]")
+                raise ValueError(
+                    "wire is for what ZeRO deals over ranks, and layout: auto may choose z0 alone:"
+                    " write z: [1, 2, 3]"
+                )
         elif (home := home_layout(self.edges)).zero == 0 and home.world > 1:
             raise ValueError(
-                f"wire is for what ZeRO deals over ranks, and with {home} each keeps all that it computes with; "
-                f"write layout={replace(home, zero=1)} (or z2, z3), or leave wire out"
+                f"wire is for what ZeRO deals over ranks, and with {home} each keeps all that it"
+                f" computes with; write layout={replace(home, zero=1)} (or z2, z3), or leave"
+                " wire out"
             )
         return self
 
@@ -400,40 +535,54 @@ class Config(Section):
         least = 4 * self.model.spec.parameters // MOST_BUCKETS
         if self.switch.bucket < least and not isinstance(self.layout, Layout):
             raise ValueError(
-                f"switch.bucket of {format_size(self.switch.bucket)} cuts the model's weights into more than {MOST_BUCKETS} pieces; "
-                f"write switch.bucket={-(-least // UNITS['M'])}M, or leave it out"
+                f"switch.bucket of {format_size(self.switch.bucket)} cuts the model's weights into"
+                f" more than {MOST_BUCKETS} pieces; write switch.bucket={-(-least // UNITS['M'])}M,"
+                " or leave it out"
             )
         return self
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "Config":
         if self.train.stages and isinstance(self.layout, AutoLayout):
-            raise ValueError("layout: auto is chosen for a run without train.stages; name layouts (longshift plan finds them)")
+            raise ValueError(
+                "layout: auto is chosen for a run without train.stages; name layouts (longshift"
+                " plan finds them)"
+            )
         for number, part in enumerate(self.parts if self.train.stages else ()):
             if any(edge.use.chunk == AUTO for edge in part.edges):
-                raise ValueError(f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a number of tokens")
+                raise ValueError(
+                    f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a"
+                    " number of tokens"
+                )
             if any(edge.use.open for edge in part.edges):
-                raise ValueError(f"train.stages.{number}: recompute-auto is chosen for runs without stages; write a layout without it")
+                raise ValueError(
+                    f"train.stages.{number}: recompute-auto is chosen for runs without stages;"
+                    " write a layout without it"
+                )
             if part.world != self.world:
                 raise ValueError(
-                    f"train.stages.{number}: its layout has {part.world} ranks and the run's has {self.world}; all need the same number"
+                    f"train.stages.{number}: its layout has {part.world} ranks and the run's has"
+                    f" {self.world}; all need the same number"
                 )
         return self
 
     @property
     def formats(self) -> Format:
         """Of numbers, and how many moments home keeps."""
-        return formats_of(self.train.precision, len(self.train.rule.moments), self.home.moments, self.wire.formats)
+        return formats_of(
+            self.train.precision, len(self.train.rule.moments), self.home.moments, self.wire.formats
+        )
 
     @property
     def float8(self) -> bool:
-        """Whether matmuls take factors of eight bits. Loads no rule of the user's own, which `formats` asks for its moments."""
+        """Whether matmuls take factors of eight bits. Loads no rule of the user's own, which
+        `formats` asks for its moments."""
         return formats_of(self.train.precision).float8
 
     @property
     def parts(self) -> tuple["Config", ...]:
-        """The config of each stage, whose `train.steps` is the run's step at which the stage ends; the config itself where there are none.
-        Raises ValueError that names the stage."""
+        """The config of each stage, whose `train.steps` is the run's step at which the stage ends;
+        the config itself where there are none. Raises ValueError that names the stage."""
         if not self.train.stages:
             return (self,)
         run = self.model_dump(mode="json")
@@ -447,13 +596,20 @@ class Config(Section):
             for key, value in stage.items():
                 section, _, name = key.rpartition(".")
                 (values[section] if section else values)[name] = value
-            values["train"] |= {"stages": [], "steps": end, "warmup": min(values["train"]["warmup"], end)}
+            values["train"] |= {
+                "stages": [],
+                "steps": end,
+                "warmup": min(values["train"]["warmup"], end),
+            }
             try:
                 parts.append(Config.model_validate(values))
             except ValidationError as fault:
                 error = fault.errors(include_url=False)[0]
                 key = ".".join(map(str, error["loc"])) or "config"
-                raise ValueError(f"train.stages.{number}: {key}: {error.get('ctx', {}).get('error', error['msg'])}") from None
+                raise ValueError(
+                    f"train.stages.{number}: {key}:"
+                    f" {error.get('ctx', {}).get('error', error['msg'])}"
+                ) from None
         return tuple(parts)
 
     @model_validator(mode="after")
@@ -468,17 +624,29 @@ class Config(Section):
     def spec(self) -> ModelSpec:
         """The model that is trained, in numbers."""
         rope = self.model.rope
-        spec = self.model.spec if self.train.loss == CROSS_ENTROPY else replace(self.model.spec, loss=self.train.loss)
+        spec = (
+            self.model.spec
+            if self.train.loss == CROSS_ENTROPY
+            else replace(self.model.spec, loss=self.train.loss)
+        )
         if rope is None:
             return spec
         return stretched(spec, rope.type, self.data.max_len, rope.factor, rope.theta, rope.trained)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The groups of lengths; a single layout is one group. Raises UsageError while `layout: auto` has not been chosen."""
+        """The groups of lengths; a single layout is one group. Raises UsageError while `layout:
+        auto` has not been chosen."""
         if isinstance(self.layout, AutoLayout):
-            raise UsageError("layout: auto is chosen before ranks start: longshift plan CONFIG --emit FILE writes it down")
-        return (Edge(self.data.max_len, self.layout, self.pack_tokens),) if isinstance(self.layout, Layout) else self.layout
+            raise UsageError(
+                "layout: auto is chosen before ranks start: longshift plan CONFIG --emit FILE"
+                " writes it down"
+            )
+        return (
+            (Edge(self.data.max_len, self.layout, self.pack_tokens),)
+            if isinstance(self.layout, Layout)
+            else self.layout
+        )
 
     @property
     def world(self) -> int:
@@ -486,13 +654,15 @@ class Config(Section):
         return self.edges[0].use.world
 
     def edge_faults(self, edge: Edge, world: int | None = None) -> tuple[str, ...]:
-        """Why the layout of a group of lengths is not possible, with `world` ranks where that is given."""
+        """Why the layout of a group of lengths is not possible, with `world` ranks where that is
+        given."""
         # Documents are cut to max_len before they are grouped.
         longest = min(edge.upto, self.data.max_len)
         return legal.faults(self.spec, edge.use, world, longest, edge.pack, self.float8)
 
     def check_layouts(self, world: int | None = None) -> None:
-        """Raises UsageError where a layout is not possible, with `world` ranks where that is given."""
+        """Raises UsageError where a layout is not possible, with `world` ranks where that is
+        given."""
         for edge in self.edges:
             legal.refuse(edge.use, self.edge_faults(edge, world))
 
@@ -503,7 +673,13 @@ class Config(Section):
 
     def timeout_s(self, device: str) -> float:
         """Seconds after which a collective fails, where ranks compute on devices of this type."""
-        derived = waits.timeout_s(self.spec, self.edges, self.data.max_len, self.train.tokens_per_step, waits.SLOW_FLOPS[device])
+        derived = waits.timeout_s(
+            self.spec,
+            self.edges,
+            self.data.max_len,
+            self.train.tokens_per_step,
+            waits.SLOW_FLOPS[device],
+        )
         return self.train.timeout or derived
 
     def with_layout(self, layout: Any, home: Any = None) -> "Config":
@@ -515,4 +691,6 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The resolved config; `parse_config` of it gives an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+        return yaml.safe_dump(
+            self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120
+        )

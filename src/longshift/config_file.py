@@ -1,4 +1,5 @@
-"""Config files: a text, and `key=value` overrides, to a valid config, or to every fault with its line."""
+"""Config files: a text, and `key=value` overrides, to a valid config, or to every fault with its
+line."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,18 +22,25 @@ MAX_FAULTS = 50  # that are listed
 SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None) -> Config:
-    """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. The config of a run may be of an earlier version; `say`
-    gets a line for each of its settings that is no more. Raises UsageError that lists every fault."""
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+) -> Config:
+    """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. The config of a
+    run may be of an earlier version; `say` gets a line for each of its settings that is no more.
+    Raises UsageError that lists every fault."""
     path = Path(path)
     try:
         text = read_small(path, MAX_BYTES)
     except FileNotFoundError:
-        raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
+        raise UsageError(
+            f"config {path} does not exist; write one with: longshift init --to {path}"
+        ) from None
     except (OSError, ValueError) as fault:
         raise UsageError(f"config {str(path)[:300]} cannot be read: {fault}") from None
     # Only the config of a run may have keys of an earlier version: a new one is corrected instead.
-    is_of_run = path.name in ("config.yaml", ".config.yaml") and path.with_name("env.json").is_file()
+    is_of_run = (
+        path.name in ("config.yaml", ".config.yaml") and path.with_name("env.json").is_file()
+    )
     return parse_config(text, overrides, name=str(path), say=say if is_of_run else None)
 
 
@@ -42,18 +50,23 @@ def parse_config(
     name: str = "config",
     say: Callable[[str], None] | None = None,
 ) -> Config:
-    """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text is the config of a run. Raises
-    UsageError that lists every fault."""
+    """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text
+    is the config of a run. Raises UsageError that lists every fault."""
     # 1. The values of the text, and where each stands.
     document = read_yaml(text, name)
     values = document.value if say is None else with_current_words(document.value)
     if not isinstance(values, dict):
-        raise UsageError(f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see longshift init")
+        raise UsageError(
+            f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see"
+            " longshift init"
+        )
     if say is not None:
         for line in translate(values):
             say(line)
     places = {key: f"{name}:{line}" for key, line in document.lines.items()}
-    faults = [f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in document.twice]
+    faults = [
+        f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in document.twice
+    ]
 
     # 2. Those of the command line, over them.
     for override in overrides:
@@ -81,7 +94,8 @@ def parse_config(
 
 
 def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -> str | None:
-    """Set what an override says in `values`, and its place in `places`. Returns what is wrong with it, or None."""
+    """Set what an override says in `values`, and its place in `places`. Returns what is wrong with
+    it, or None."""
     key, sign, text = override.partition("=")
     keys = tuple(key.split("."))
     if not sign or not all(keys):
@@ -101,13 +115,18 @@ def _layout_faults(config: Config, place: str) -> Iterator[str]:
     for number, part in enumerate(() if isinstance(config.layout, AutoLayout) else config.parts):
         stage = f"train.stages.{number}: " if config.train.stages else ""
         for edge in part.edges:
-            key = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
+            key = (
+                "layout"
+                if isinstance(part.layout, Layout)
+                else f"layout (upto {format_size(edge.upto)})"
+            )
             for fault in part.edge_faults(edge):
                 yield f"{place}: {stage}{key}: {fault}"
 
 
 def _value(text: str) -> object:
-    """The value of an override: YAML, or the text as it stands where it is none that is read here."""
+    """The value of an override: YAML, or the text as it stands where it is none that is read
+    here."""
     try:
         return read_yaml(text, "command line").value
     except UsageError:
@@ -115,7 +134,8 @@ def _value(text: str) -> object:
 
 
 def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
-    """Set a nested key in place; False where the way to it leads through something that is not a mapping."""
+    """Set a nested key in place; False where the way to it leads through something that is not a
+    mapping."""
     for key in keys[:-1]:
         if isinstance(values, dict) and key in SHORT and isinstance(values.get(key), str):
             values[key] = {SHORT[key]: values[key]}
@@ -150,7 +170,9 @@ def _fields(path: tuple) -> dict[str, Any]:
 
 def _stage_hint(path: tuple) -> str:
     """The end of a sentence about a key of the run that a stage cannot change; empty for others."""
-    if _fields(path[:-1]) != StageConfig.__annotations__ or not ("." in path[-1] or path[-1] in Config.model_fields):
+    if _fields(path[:-1]) != StageConfig.__annotations__ or not (
+        "." in path[-1] or path[-1] in Config.model_fields
+    ):
         return ""
     return f"; a stage has {', '.join(StageConfig.__annotations__)}, and all else is the run's"
 
@@ -166,14 +188,21 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     key = ".".join(str(part)[:80] for part in path) or "config"
     if error["type"] == "extra_forbidden":
         word = str(path[-1])
-        advice = hint(path) or _stage_hint(path) or key_hint(word) or did_you_mean(word, _fields(path[:-1]))
+        advice = (
+            hint(path)
+            or _stage_hint(path)
+            or key_hint(word)
+            or did_you_mean(word, _fields(path[:-1]))
+        )
         return f"{place}: {key}: no such key{advice}"
     if error["type"] == "missing":
         return f"{place}: {key}: must be given"
     if error["type"] == "value_error":
         return f"{place}: {key}: {error['ctx']['error']}"
     if error["type"] == "literal_error":
-        words = [word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+        words = [
+            word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")
+        ]
         advice = did_you_mean(str(error["input"]), words, otherwise="")
         return f"{place}: {key}: {shown(error['input'])} is not one of {', '.join(words)}{advice}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):

@@ -1,5 +1,5 @@
-"""Every failure that a person can cause or cure, one class per exit code. No traceback is shown for these: the message says
-what, where, why, and the line that mends it."""
+"""Every failure that a person can cause or cure, one class per exit code. No traceback is shown for
+these: the message says what, where, why, and the line that mends it."""
 
 import difflib
 from collections.abc import Iterable
@@ -24,7 +24,8 @@ class DataError(LongshiftError):
 
 
 class CheckpointError(LongshiftError):
-    """A checkpoint, model folder or run folder that is missing, damaged, foreign or cannot be written."""
+    """A checkpoint, model folder or run folder that is missing, damaged, foreign or cannot be
+    written."""
 
     exit_code = 4
 
@@ -48,12 +49,19 @@ class OutOfMemoryError(LongshiftError):
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: control characters, which a name of a file may hold, are written as escapes."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+    """A text for a terminal: control characters, which a name of a file may hold, are written as
+    escapes."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1]
+        for letter in text
+    )
 
 
-def nearest(word: str, vocabulary: Iterable[str], limit: int = 1, least_alike: float = 0.6) -> list[str]:
-    """The words of a vocabulary that are most like one that is not in it, the best first; none where all differ too much."""
+def nearest(
+    word: str, vocabulary: Iterable[str], limit: int = 1, least_alike: float = 0.6
+) -> list[str]:
+    """The words of a vocabulary that are most like one that is not in it, the best first; none
+    where all differ too much."""
     return difflib.get_close_matches(word, list(vocabulary), limit, least_alike)
 
 
@@ -64,8 +72,8 @@ def did_you_mean(
     least_alike: float = 0.6,
     otherwise: str = "known",
 ) -> str:
-    """The end of a sentence about a word that is not in a vocabulary: the nearest ones; where none is near, all of them after `otherwise`,
-    or nothing where that is empty."""
+    """The end of a sentence about a word that is not in a vocabulary: the nearest ones; where none
+    is near, all of them after `otherwise`, or nothing where that is empty."""
     vocabulary = list(vocabulary)
     if close := nearest(word, vocabulary, limit, least_alike):
         return f"; did you mean {' or '.join(map(repr, close))}?"
@@ -77,4 +85,8 @@ def shown(value: object, max_length: int = 120) -> str:
     if isinstance(value, int) and abs(value) >= 10**max_length:
         return f"a number of more than {max_length} digits"
     text = repr(value)
-    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 4 :]}"
+    return (
+        text
+        if len(text) <= max_length
+        else f"{text[: max_length // 2]} ... {text[-max_length // 4 :]}"
+    )

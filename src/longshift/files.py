@@ -1,4 +1,5 @@
-"""Files that are on the disk when we say so, folders that appear whole or not at all, and what it means that a disk refuses."""
+"""Files that are on the disk when we say so, folders that appear whole or not at all, and what it
+means that a disk refuses."""
 
 import errno
 import json
@@ -20,12 +21,14 @@ OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
 
 
 def refused(fault: OSError, name: str = "") -> LongshiftError:
-    """The error of a person for what a disk refuses: OutOfMemoryError where it has no room, CheckpointError else. `name`: of the file or
-    folder, where the fault does not say it."""
+    """The error of a person for what a disk refuses: OutOfMemoryError where it has no room,
+    CheckpointError else. `name`: of the file or folder, where the fault does not say it."""
     name = name or fault.filename or "a file"
     reason = fault.strerror or str(fault)
     if fault.errno in NO_ROOM:
-        return OutOfMemoryError(f"{name} cannot be written: {reason}; make room, then go on with --resume=auto")
+        return OutOfMemoryError(
+            f"{name} cannot be written: {reason}; make room, then go on with --resume=auto"
+        )
     return CheckpointError(f"{name} cannot be written: {reason}")
 
 
@@ -48,7 +51,8 @@ def written(name: str) -> Iterator[None]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder for this process, which is removed at the end. Raises OutOfMemoryError and CheckpointError where none can be made."""
+    """A folder for this process, which is removed at the end. Raises OutOfMemoryError and
+    CheckpointError where none can be made."""
     with ExitStack() as stack:
         with written("a temporary folder"):
             folder = stack.enter_context(held_folder(Path(tempfile.gettempdir())))
@@ -56,14 +60,17 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def publish(target: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write files into a temporary folder beside `target`, make them durable, and rename it to `target`.
+    """Let `fill` write files into a temporary folder beside `target`, make them durable, and rename
+    it to `target`.
 
-    When another process publishes `target` first, its folder stays and ours is dropped: for names that determine the content.
-    Raises OSError (disk full, no permission) and what `fill` raises; then nothing is left behind.
+    When another process publishes `target` first, its folder stays and ours is dropped: for names
+    that determine the content. Raises OSError (disk full, no permission) and what `fill` raises;
+    then nothing is left behind.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with held_folder(target.parent, "", ".building") as temporary:
-        building = temporary / target.name  # inside, as the temporary folder itself is for its owner only
+        # inside, as the temporary folder itself is for its owner only.
+        building = temporary / target.name
         building.mkdir()
         fill(building)
         for path in [*building.iterdir(), building]:
@@ -78,7 +85,8 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Give a file that is written inside the permissions of any new one: safetensors makes private files."""
+    """Give a file that is written inside the permissions of any new one: safetensors makes private
+    files."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -95,7 +103,8 @@ def sync(path: Path) -> None:
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part. Raises OSError; then nothing is left behind."""
+    """Write a file so that a reader sees the old text or the new, never a part. Raises OSError;
+    then nothing is left behind."""
     new_file = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         new_file.write_text(text, encoding="utf-8")
@@ -108,19 +117,27 @@ def rewrite(path: Path, text: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """A path from the working directory and with `~` filled in, made absolute. Raises ValueError where no file can have that name."""
+    """A path from the working directory and with `~` filled in, made absolute. Raises ValueError
+    where no file can have that name."""
     try:
         absolute_path = str(Path(path).expanduser().absolute())
     except RuntimeError:
-        raise ValueError(f"{path[:80]!r}: there is no such user; write the path out, or ./~... for a name that begins so") from None
+        raise ValueError(
+            f"{path[:80]!r}: there is no such user; write the path out, or ./~... for a name that"
+            " begins so"
+        ) from None
     has_long_name = any(len(os.fsencode(part)) > 255 for part in absolute_path.split(os.sep))
     if has_long_name or len(os.fsencode(absolute_path)) > 4095:
-        raise ValueError(f"{path[:80]!r}... has {len(path)} characters: a name has at most 255 bytes, and a path 4095")
+        raise ValueError(
+            f"{path[:80]!r}... has {len(path)} characters: a name has at most 255 bytes, and a path"
+            " 4095"
+        )
     return absolute_path
 
 
 def read_small(path: Path, max_bytes: int) -> str:
-    """The text of a file that a person or a small program wrote. Raises OSError and ValueError: no plain file, too large, or not UTF-8."""
+    """The text of a file that a person or a small program wrote. Raises OSError and ValueError: no
+    plain file, too large, or not UTF-8."""
     if path.exists() and not path.is_file():
         raise ValueError("it is no plain file")
     with path.open("rb") as file:

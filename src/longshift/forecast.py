@@ -15,8 +15,9 @@ from longshift.weigh.needs import StepShape
 
 
 def on_cluster(cluster: Cluster, world: int, precision: str = "bf16") -> Cluster:
-    """The cluster as so many ranks reach it in a run of this precision: with as many nodes as they need, and by its calibration where there
-    is one. CPU ranks share the machine that was measured."""
+    """The cluster as so many ranks reach it in a run of this precision: with as many nodes as they
+    need, and by its calibration where there is one. CPU ranks share the machine that was
+    measured."""
     cluster = cluster.calibrated.with_arithmetic(arithmetic(precision))
     if cluster.device.kind == "cpu":
         return cluster.shared(-(-world // cluster.nodes))
@@ -25,7 +26,8 @@ def on_cluster(cluster: Cluster, world: int, precision: str = "bf16") -> Cluster
 
 
 class RunForecast:
-    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `shape`: of the run's steps, where it is known."""
+    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `shape`: of
+    the run's steps, where it is known."""
 
     def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
         cluster = on_cluster(cluster, config.world, config.train.precision)
@@ -43,4 +45,7 @@ def layout_text(layout: Any) -> str:
     """A layout in the config's form, in one line: `dp2 <= 8K in 32K > tp2 <= 64K`."""
     if isinstance(layout, str):
         return layout
-    return " > ".join(f"{group['use']} <= {group['upto']}" + (f" in {group['pack']}" if "pack" in group else "") for group in layout)
+    return " > ".join(
+        f"{group['use']} <= {group['upto']}" + (f" in {group['pack']}" if "pack" in group else "")
+        for group in layout
+    )

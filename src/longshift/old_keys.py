@@ -1,8 +1,11 @@
-"""Keys that configs of earlier versions had: what an error says of them, and how the config of an older run reads today.
+"""Keys that configs of earlier versions had: what an error says of them, and how the config of an
+older run reads today.
 
-run/config.yaml of an older version    train: {frozen: 45.0, crowded: false}    switch: {planner: algorithm1, bucket: 32M}
-as it is read                          train: {stall_timeout: 45.0}             switch: {bucket: 32M}
-what is said                           switch.planner was 'algorithm1' in the run: fan_out always plans
+run/config.yaml        train: {frozen: 45.0, crowded: false}
+of an older version    switch: {planner: algorithm1, bucket: 32M}
+as it is read          train: {stall_timeout: 45.0}
+                       switch: {bucket: 32M}
+what is said           switch.planner was 'algorithm1' in the run: fan_out always plans
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,25 +15,31 @@ RENAMED = {"train.frozen": "train.stall_timeout"}
 
 
 class RemovedKey(NamedTuple):
-    """`defaults`: values with which a run does today what it did; `instead`: what does it now, or why nothing has to."""
+    """`defaults`: values with which a run does today what it did; `instead`: what does it now, or
+    why nothing has to."""
 
     defaults: tuple[Any, ...]
     instead: str
 
 
 REMOVED = {
-    "train.crowded": RemovedKey((False,), "it is a flag of the command line now: longshift train CONFIG --crowded"),
+    "train.crowded": RemovedKey(
+        (False,), "it is a flag of the command line now: longshift train CONFIG --crowded"
+    ),
     "data.valid.epochs": RemovedKey((None,), "what is validated on is read once: leave it out"),
     "data.valid.weight": RemovedKey((None,), "what is validated on is read once: leave it out"),
     "home.early": RemovedKey(
         (True,),
-        "units on disk are updated before the norm wherever memory and disk have room: leave it out",
+        "units on disk are updated before the norm wherever memory and disk have room: leave"
+        " it out",
     ),
     "save.background": RemovedKey(
         (False, True),
         "checkpoints are written while training goes on wherever memory has room: leave it out",
     ),
-    "stream.ahead": RemovedKey((1,), "an object is always fetched one operation ahead: leave it out"),
+    "stream.ahead": RemovedKey(
+        (1,), "an object is always fetched one operation ahead: leave it out"
+    ),
     "stream.checked": RemovedKey(
         (False,),
         "longshift check compares what comes back from disk, and a run does not: leave it out",
@@ -79,7 +88,8 @@ def hint(path: tuple[str | int, ...]) -> str:
 
 
 def translate(values: dict[str, Any]) -> Iterator[str]:
-    """Give the config of an older run today's keys, in place. Yields a sentence for each setting that is no more."""
+    """Give the config of an older run today's keys, in place. Yields a sentence for each setting
+    that is no more."""
     # 1. Keys of the run.
     for key, new_key in RENAMED.items():
         for value in _take(values, key):
@@ -92,7 +102,9 @@ def translate(values: dict[str, Any]) -> Iterator[str]:
 
     # 2. A stage had keys of its own, and is a list of overrides now.
     for stage in _mappings(values, ["train", "stages"]):
-        overrides = {STAGE.get(key, key): value for key, value in stage.items() if value is not None}
+        overrides = {
+            STAGE.get(key, key): value for key, value in stage.items() if value is not None
+        }
         stage.clear()
         stage.update(overrides)
 

@@ -43,12 +43,12 @@ layout: {layout}                            # dp: replicas, tp: tensor, pp: pipe
 #   - {{upto: {max_len}, use: tp2}}
 
 save: {{dir: runs/{name}, every: 50, keep: 3}}
-"""
+"""  # noqa: E501
 
 
 def starter(model: str, data: Sequence[str]) -> str:
-    """A config for a preset or a model folder, and data files (none: the standard library's sources). Raises UsageError for a model
-    that does not exist or is not supported."""
+    """A config for a preset or a model folder, and data files (none: the standard library's
+    sources). Raises UsageError for a model that does not exist or is not supported."""
     is_folder = _is_folder(model)
     sources = [_mapping(path=_files(path)) for path in data] or [_mapping(corpus="python")]
     spec = read_spec(Path(model)) if is_folder else preset(model)
@@ -56,7 +56,10 @@ def starter(model: str, data: Sequence[str]) -> str:
     if is_folder:
         tokenizer = f"{f'tokenizer: {_scalar(model)}':<38} # the model folder's own"
     else:
-        tokenizer = f"{'# tokenizer: ./tokenizer.json':<38} or a folder that holds one; see above for what is taken without"
+        tokenizer = (
+            f"{'# tokenizer: ./tokenizer.json':<38} or a folder that holds one; see above for what"
+            " is taken without"
+        )
     return TEMPLATE.format(
         notes="".join(f"{_comment(note)}\n" for note in notes(model)) + "\n",
         model=_mapping(path=model) if is_folder else _mapping(preset=model),
@@ -73,17 +76,27 @@ def starter(model: str, data: Sequence[str]) -> str:
 
 
 def notes(model: str) -> tuple[str, ...]:
-    """What a person should know of the weights, and of the tokenizer, that a starter chooses. Raises UsageError as `starter`."""
+    """What a person should know of the weights, and of the tokenizer, that a starter chooses.
+    Raises UsageError as `starter`."""
     if not _is_folder(model):
         spec = preset(model)
         # The project's tokenizer has no more tokens than the model has rows of its embedding.
         vocab = min(PROJECT_VOCAB, spec.vocab)
-        rows = f", and the other {spec.vocab - vocab:,} rows of the embedding are not trained" if vocab < spec.vocab else ""
+        rows = (
+            f", and the other {spec.vocab - vocab:,} rows of the embedding are not trained"
+            if vocab < spec.vocab
+            else ""
+        )
         return (
-            f"the weights of {model} are random: a preset is a model's shape, without its weights. To go on with published ones, "
-            "name their folder",
-            f"the tokenizer has {vocab:,} tokens and is trained on the standard library's Python sources, since a preset has none{rows}. "
-            "For other texts, name one in data.tokenizer",
+            (
+                f"the weights of {model} are random: a preset is a model's shape, without its"
+                " weights. To go on with published ones, name their folder"
+            ),
+            (
+                f"the tokenizer has {vocab:,} tokens and is trained on the standard library's"
+                f" Python sources, since a preset has none{rows}. For other texts, name one in"
+                " data.tokenizer"
+            ),
         )
     folder = Path(model)
     spec = read_spec(folder)
@@ -94,7 +107,10 @@ def notes(model: str) -> tuple[str, ...]:
     if (folder / "tokenizer.json").exists():
         tokenizer = f"the tokenizer is that of {model}, by which its weights were trained"
     else:
-        tokenizer = f"{model} holds no tokenizer.json: name one of at most {spec.vocab:,} tokens in data.tokenizer"
+        tokenizer = (
+            f"{model} holds no tokenizer.json: name one of at most {spec.vocab:,} tokens in"
+            " data.tokenizer"
+        )
     return (weights, tokenizer)
 
 

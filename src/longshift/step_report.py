@@ -1,8 +1,9 @@
-"""What a run will do in a step, from the same placements and plans that do it: for each layout what is inserted, what is pruned because
-another layout has done it already, in which order layouts are visited, and what switches put on the links.
+"""What a run will do in a step, from the same placements and plans that do it: for each layout what
+is inserted, what is pruned because another layout has done it already, in which order layouts are
+visited, and what switches put on the links.
 
-HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune what another graph does.
-"""
+HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune
+what another graph does."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,10 +32,11 @@ MAX_NAMES = 4  # of what is alive at a peak
 
 
 class LayoutExplanation(CommandResult):
-    """One group of lengths. `upto`: its longest document, `pack`: the capacity of its packs, in tokens. `weights` and `gradients` say how
-    copies come and sums go; the traffic is that of a switch, None where fused collectives do it; `pruned` what is not done because it is
-    done. `need`: of the rank that needs most memory in a step of this group alone; for one full pack `sent`: bytes out of that rank, by
-    communicator, and `moved`: bytes into tiers and back."""
+    """One group of lengths. `upto`: its longest document, `pack`: the capacity of its packs, in
+    tokens. `weights` and `gradients` say how copies come and sums go; the traffic is that of a
+    switch, None where fused collectives do it; `pruned` what is not done because it is done.
+    `need`: of the rank that needs most memory in a step of this group alone; for one full pack
+    `sent`: bytes out of that rank, by communicator, and `moved`: bytes into tiers and back."""
 
     layout: str
     upto: int
@@ -50,10 +52,11 @@ class LayoutExplanation(CommandResult):
 
 
 class Explanation(CommandResult):
-    """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it;
-    `home`: the layout that home is cut by, `home_in`: where it lies; `optimizer`: what updates it, and what becomes of its moments;
-    `early`: whether units on disk are updated before the norm; `matmuls`: what becomes of their factors, where they are not taken as they
-    are."""
+    """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank
+    that needs most memory in it;
+    `home`: the layout that home is cut by, `home_in`: where it lies; `optimizer`: what updates it,
+    and what becomes of its moments; `early`: whether units on disk are updated before the norm;
+    `matmuls`: what becomes of their factors, where they are not taken as they are."""
 
     home: str
     home_in: str
@@ -70,7 +73,9 @@ class Explanation(CommandResult):
         values = super().to_json()
         if self.links.origin == "assumed":
             for group in values["groups"]:
-                for group_traffic in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
+                for group_traffic in filter(
+                    None, (group["weights_traffic"], group["gradients_traffic"])
+                ):
                     del (
                         group_traffic["bound_s"],
                         group_traffic["overlapped_s"],
@@ -86,13 +91,21 @@ class Explanation(CommandResult):
         is_away = self.home_in != "device"
         tiers = f", in {self.home_in}" if is_away else ""
         lines = [
-            f"home is cut as {self.home}{tiers}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks",
+            (
+                f"home is cut as {self.home}{tiers}: every master weight, gradient sum and moment"
+                f" once; nodes of {self.links.per_node} ranks"
+            ),
             f"links: {self.links}",
         ]
         for number, group in enumerate(self.groups, 1):
             lines += ["", *self._group_lines(number, group)]
         late = ", unit by unit under the forward of the next step" if is_away else ""
-        early = "; most of what is on disk, under the backward before the norm, and again where that clips" if self.early else ""
+        early = (
+            "; most of what is on disk, under the backward before the norm, and again where that"
+            " clips"
+            if self.early
+            else ""
+        )
         lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home{late}{early}"]
         if self.matmuls:
             lines.append(self.matmuls)
@@ -101,14 +114,22 @@ class Explanation(CommandResult):
     def _group_lines(self, number: int, group: LayoutExplanation) -> Iterator[str]:
         """What a layout inserts, prunes, moves and needs."""
         packs = f", in packs of up to {format_size(group.pack)}" if group.pack != group.upto else ""
-        yield f"{number}. documents of up to {format_size(group.upto)} tokens{packs}: {group.layout}"
+        yield (
+            f"{number}. documents of up to {format_size(group.upto)} tokens{packs}: {group.layout}"
+        )
         yield f"   weights    {group.weights}"
         yield from _traffic_lines(group.weights_traffic, self.links)
         for name, collective in INSERTED.items():
             if size := group.sent.get(name):
-                yield f"   inserted   {collective}: {_size(size)} out of rank {group.need.rank} for a pack"
+                yield (
+                    f"   inserted   {collective}: {_size(size)} out of rank {group.need.rank} for a"
+                    " pack"
+                )
         if "put" in group.moved:
-            yield f"   tiers      {_size(group.moved['put'])} out and {_size(group.moved['fetched'])} in, for a pack"
+            yield (
+                f"   tiers      {_size(group.moved['put'])} out and"
+                f" {_size(group.moved['fetched'])} in, for a pack"
+            )
         yield f"   gradients  {group.gradients}"
         yield from _traffic_lines(group.gradients_traffic, self.links)
         yield from (f"   pruned     {text}" for text in group.pruned)
@@ -117,16 +138,21 @@ class Explanation(CommandResult):
 
 
 def _need_lines(need: Need) -> Iterator[str]:
-    """A rank's need of memory: the peak of each place, the operation it is reached in, what is alive then."""
+    """A rank's need of memory: the peak of each place, the operation it is reached in, what is
+    alive then."""
     for place, peak in sorted(need.estimate.peaks.items()):
         alive = ", ".join(f"{name} {_size(size)}" for name, size in peak.alive[:MAX_NAMES])
         name = "memory" if place == "device" else place
-        yield f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {alive}"
+        yield (
+            f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {alive}"
+        )
 
 
-def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
-    """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`: whose links it crosses, assumed ones where
-    not given."""
+def itinerary(
+    config: Config, per_node: int | None = None, cluster: Cluster | None = None
+) -> Itinerary:
+    """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`:
+    whose links it crosses, assumed ones where not given."""
     formats = config.formats
     # One machine where nothing is said.
     per_node = per_node or config.world
@@ -141,7 +167,9 @@ def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | No
     )
 
 
-def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> StepShape:
+def shape_of(
+    config: Config, per_node: int | None = None, cluster: Cluster | None = None
+) -> StepShape:
     """The shape of a run's steps."""
     return StepShape(
         itinerary(config, per_node, cluster),
@@ -153,9 +181,12 @@ def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | Non
     )
 
 
-def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True) -> Explanation:
-    """Explain what one training step of `config` does, on machines with `per_node` ranks and the links of `cluster`, as `itinerary` takes
-    them; on GPUs or, where not `gpus`, on CPUs. Seconds of a switch are said where links are known."""
+def explain(
+    config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True
+) -> Explanation:
+    """Explain what one training step of `config` does, on machines with `per_node` ranks and the
+    links of `cluster`, as `itinerary` takes them; on GPUs or, where not `gpus`, on CPUs. Seconds of
+    a switch are said where links are known."""
     shape = shape_of(config, per_node, cluster)
     itinerary = shape.itinerary
     formats = shape.formats
@@ -195,7 +226,11 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
                 need=need,
             )
         )
-    step_need = largest_need(memory_needs(shape, edges, transport, not gpus)) if len(edges) > 1 else groups[0].need
+    step_need = (
+        largest_need(memory_needs(shape, edges, transport, not gpus))
+        if len(edges) > 1
+        else groups[0].need
+    )
     return Explanation(
         home=str(itinerary.home),
         home_in=str(shape.home_in),
@@ -219,21 +254,30 @@ def _optimizer_text(config: Config) -> str:
 def _weights(
     itinerary: Itinerary, cut: Cut, previous: Layout | None, formats: Format, layout: Layout
 ) -> tuple[str, Traffic | None, list[str]]:
-    """How the weights of a group come, the traffic of a switch, and what is not done because layout `previous` has done it."""
+    """How the weights of a group come, the traffic of a switch, and what is not done because layout
+    `previous` has done it."""
     if previous is not None and itinerary.cuts[previous] == cut:
         return (
             f"here already: the copies of {previous}",
             None,
             ["no gather, no cast: the copies are shared"],
         )
-    cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
+    cast = (
+        f", cast from {formats.home} to {formats.compute} at the source"
+        if formats.compute != formats.home
+        else ""
+    )
 
     # 1. From home, by gathers.
     if cut.at_home:
         num_sharded = sum(bucket.sharded for bucket in buckets(itinerary.spec, itinerary.home))
         if not num_sharded:
             return f"home's own{cast}", None, ["no gather: every rank keeps what it computes with"]
-        when = "each unit before its use, the next meanwhile, dropped after" if layout.zero == 3 else "once a step, unit by unit"
+        when = (
+            "each unit before its use, the next meanwhile, dropped after"
+            if layout.zero == 3
+            else "once a step, unit by unit"
+        )
         conversion = ", coded in float8 at the source" if formats.wire.weights == "float8" else cast
         return f"all-gather of {num_sharded} fused buckets from home, {when}{conversion}", None, []
 
@@ -243,8 +287,12 @@ def _weights(
     origin = f"home and the copies of {previous}" if source else "home"
     copies = "rows, gathered unit by unit" if cut.side == "rows" else "copies"
     pruned = []
-    if present_bytes := sum(int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights):
-        pruned = [f"{_size(present_bytes)} of all ranks' wanted weights are where they are wanted already"]
+    if present_bytes := sum(
+        int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights
+    ):
+        pruned = [
+            f"{_size(present_bytes)} of all ranks' wanted weights are where they are wanted already"
+        ]
     exchanges = f"{plan.exchanges} exchange{'s' * (plan.exchanges > 1)}"
     return (
         f"switch: {copies} from {origin}, {plan.planner}, {exchanges}{cast}",
@@ -253,13 +301,20 @@ def _weights(
     )
 
 
-def _gradients(itinerary: Itinerary, cut: Cut, stays: bool, formats: Format, layout: Layout) -> tuple[str, Traffic | None]:
-    """How the gradient sums of a group go home, and the traffic of a switch. `stays`: whether a later group adds to them."""
+def _gradients(
+    itinerary: Itinerary, cut: Cut, stays: bool, formats: Format, layout: Layout
+) -> tuple[str, Traffic | None]:
+    """How the gradient sums of a group go home, and the traffic of a switch. `stays`: whether a
+    later group adds to them."""
     home = formats.home
     if stays:
         return f"summed in {home} on each rank", None
     sent = formats.wire.gradients
-    coded = f"all-to-all of pieces in {sent}, added in {home} at their owner" if sent != "float32" else ""
+    coded = (
+        f"all-to-all of pieces in {sent}, added in {home} at their owner"
+        if sent != "float32"
+        else ""
+    )
     when = "after every backward" if layout.zero >= 2 else "after the last backward"
     if cut.at_home:
         if itinerary.home.world == 1:
@@ -268,22 +323,36 @@ def _gradients(itinerary: Itinerary, cut: Cut, stays: bool, formats: Format, lay
         if coded and is_sharded:
             return f"{coded}, unit by unit {when}", None
         return (
-            f"{'reduce-scatter' if is_sharded else 'all-reduce'} into home in {home}, unit by unit {when}",
+            (
+                f"{'reduce-scatter' if is_sharded else 'all-reduce'} into home in {home}, unit by"
+                f" unit {when}"
+            ),
             None,
         )
     reduction = f"{coded or 'reduce-scatter to rows'} {when}, then " if cut.side == "rows" else ""
     note = f"; wire is for reductions, a switch sends {home}" if formats.wire.coded else ""
     return (
-        f"{reduction}home by the plan that would bring the weights, backwards, added in {home}{note}",
+        (
+            f"{reduction}home by the plan that would bring the weights, backwards, added in"
+            f" {home}{note}"
+        ),
         traffic(itinerary.sums(cut)),
     )
 
 
 def _traffic_lines(switch: Traffic | None, links: Links) -> Iterator[str]:
-    """Bytes that a switch puts on the links, and its seconds where these are known; nothing without a switch."""
+    """Bytes that a switch puts on the links, and its seconds where these are known; nothing without
+    a switch."""
     if switch is not None:
-        seconds = f", {switch.overlapped_s:.3g} s where nothing is computed meanwhile" if links.origin != "assumed" else ""
-        yield f"              {_size(switch.intra_node_bytes)} inside nodes, {_size(switch.inter_node_bytes)} between them{seconds}"
+        seconds = (
+            f", {switch.overlapped_s:.3g} s where nothing is computed meanwhile"
+            if links.origin != "assumed"
+            else ""
+        )
+        yield (
+            f"              {_size(switch.intra_node_bytes)} inside nodes,"
+            f" {_size(switch.inter_node_bytes)} between them{seconds}"
+        )
 
 
 def _size(size: float) -> str:

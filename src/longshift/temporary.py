@@ -1,8 +1,9 @@
-"""Temporary folders that do not outlive their process for long: what a killed one has left, the next that makes such a folder removes.
+"""Temporary folders that do not outlive their process for long: what a killed one has left, the
+next that makes such a folder removes.
 
-The process that made a folder holds a lock on a file in it, and so do processes that it forked: a process id may be used again, a lock is
-gone with its process. The file names the machine: another that shares the file system may not see the lock, and leaves the folder alone.
-Needs no torch.
+The process that made a folder holds a lock on a file in it, and so do processes that it forked: a
+process id may be used again, a lock is gone with its process. The file names the machine: another
+that shares the file system may not see the lock, and leaves the folder alone. Needs no torch.
 """
 
 import fcntl
@@ -22,8 +23,8 @@ EMPTY_S = 3600.0
 
 @contextmanager
 def held_folder(parent: Path, prefix: str = PREFIX, suffix: str = "") -> Iterator[Path]:
-    """A new folder in `parent`, for this user only, which is removed at the end; those of such names that nobody holds are removed first.
-    Raises OSError."""
+    """A new folder in `parent`, for this user only, which is removed at the end; those of such
+    names that nobody holds are removed first. Raises OSError."""
     sweep(parent, prefix, suffix)
     with tempfile.TemporaryDirectory(suffix, prefix, parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -49,8 +50,8 @@ def sweep(parent: Path, prefix: str = PREFIX, suffix: str = "") -> None:
 
 
 def _is_abandoned(folder: Path, changed_s: float) -> bool:
-    """Whether nobody on this machine, which made a folder, holds its lock, or it has been empty since long ago. Raises OSError for what is
-    not ours to judge."""
+    """Whether nobody on this machine, which made a folder, holds its lock, or it has been empty
+    since long ago. Raises OSError for what is not ours to judge."""
     # A process that makes a folder has no lock on it for a moment.
     if {path.name for path in folder.iterdir()} <= {f"{OWNER}-new"}:
         return time.time() - changed_s > EMPTY_S

@@ -17,7 +17,8 @@ UNREAD = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF)  # of a stream that
 
 
 def open_streams() -> None:
-    """Give a process that was started without standard streams those of /dev/null, before files take their numbers."""
+    """Give a process that was started without standard streams those of /dev/null, before files
+    take their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             with suppress(OSError):
@@ -36,13 +37,18 @@ def open_streams() -> None:
 
 @contextmanager
 def read_or_not(files: bool = False) -> Iterator[None]:
-    """Let what is printed inside go on without a reader: a pipe that was closed, as by `head`, a full device or a terminal that is gone
-    becomes /dev/null. `files`: other files are written inside too, and what they refuse is raised; so is a full device, since what a
-    command prints is its product."""
+    """Let what is printed inside go on without a reader: a pipe that was closed, as by `head`, a
+    full device or a terminal that is gone becomes /dev/null. `files`: other files are written
+    inside too, and what they refuse is raised; so is a full device, since what a command prints is
+    its product."""
     try:
         yield
     except OSError as fault:
-        is_of_a_file = fault.filename or fault.errno == errno.ENOSPC or all(map(_is_open, (sys.stdout, sys.stderr)))
+        is_of_a_file = (
+            fault.filename
+            or fault.errno == errno.ENOSPC
+            or all(map(_is_open, (sys.stdout, sys.stderr)))
+        )
         if fault.errno not in UNREAD or (files and is_of_a_file):
             raise
         for stream in (sys.stdout, sys.stderr):
@@ -59,7 +65,8 @@ def say(line: str) -> None:
 
 
 class NotebookBar:
-    """A bar and a line in a notebook's cell, which change in place; nothing anywhere else. Mutable: what the notebook has of it."""
+    """A bar and a line in a notebook's cell, which change in place; nothing anywhere else. Mutable:
+    what the notebook has of it."""
 
     def __init__(self):
         tools = sys.modules.get("IPython")  # a notebook has imported it
@@ -89,7 +96,9 @@ def _is_open(stream: TextIO) -> bool:
         os.write(stream.fileno(), b"")
         poll = select.poll()
         poll.register(stream.fileno(), select.POLLOUT)
-        return not any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
+        return not any(
+            event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0)
+        )
     except OSError:
         return False
 

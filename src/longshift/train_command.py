@@ -2,7 +2,8 @@
 
     config -> layouts and chunks are chosen -> run folder -> ranks: forks of this process's seed
                                                              ranks: actors of a Ray cluster
-                                                             this process, as one of a launcher's or alone
+                                                             this process, as one of a launcher's or
+                                                             alone
 
 What needs torch is imported inside functions: see [Note: imports inside functions] in `api.py`.
 """
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 
 
 class Chosen(NamedTuple):
-    """`requested`: the config, whose layout may be `auto`; `run`: with every choice made; `plan`: that of `layout: auto`."""
+    """`requested`: the config, whose layout may be `auto`; `run`: with every choice made; `plan`:
+    that of `layout: auto`."""
 
     requested: Config
     run: Config
@@ -55,7 +57,8 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """The command and its options, as `longshift train --help` has them. `rank`, `world`: this process's place, from a launcher."""
+    """The command and its options, as `longshift train --help` has them. `rank`, `world`: this
+    process's place, from a launcher."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -76,12 +79,21 @@ class TrainCommand:
             print_result(explanation, self.json)
 
     def train(self, run: Config, main: Callable[[], None]) -> bool:
-        """Train. Whether the run is finished: not where it was stopped. `main`: the command line of forked ranks. Raises
-        LongshiftError."""
-        # 1. A process that ranks are forked from imports what they need, while this one finds out what runs.
-        may_start_ranks = self.world is None and not self.on and (isinstance(run.layout, AutoLayout) or run.world > 1)
+        """Train. Whether the run is finished: not where it was stopped. `main`: the command line of
+        forked ranks. Raises LongshiftError."""
+        # 1. A process that ranks are forked from imports what they need, while this one finds out
+        # what runs.
+        may_start_ranks = (
+            self.world is None
+            and not self.on
+            and (isinstance(run.layout, AutoLayout) or run.world > 1)
+        )
         with (
-            Seed(_load, partial(_work, main=main)) if may_start_ranks and forks_ranks() else nullcontext() as seed,
+            (
+                Seed(_load, partial(_work, main=main))
+                if may_start_ranks and forks_ranks()
+                else nullcontext()
+            ) as seed,
             self._ray_devices(run) if self.on else nullcontext() as devices,
         ):
             console = Console(highlight=False)
@@ -113,7 +125,8 @@ class TrainCommand:
         return self.rank != 0 or _print_summary(run, folder, self.json)
 
     def _choose(self, run: Config, resume: bool, devices: "RayDevices | None") -> Chosen:
-        """The config of a run that begins or is resumed, on the devices of a Ray cluster or here, with its layouts and chunks."""
+        """The config of a run that begins or is resumed, on the devices of a Ray cluster or here,
+        with its layouts and chunks."""
         overrides = self.overrides
         if devices is not None and isinstance(run.layout, AutoLayout):
             overrides = (*overrides, devices.auto_override(run.layout))
@@ -126,12 +139,14 @@ class TrainCommand:
         return Chosen(requested=run, run=api.with_choices(resolved, say), plan=plan)
 
     def _resolve_layout(self, run: Config) -> tuple[Config, PlanFile | None]:
-        """The run with `layout: auto` chosen for this machine and the run's corpus, and the plan. Raises UsageError under a launcher."""
+        """The run with `layout: auto` chosen for this machine and the run's corpus, and the plan.
+        Raises UsageError under a launcher."""
         if not isinstance(run.layout, AutoLayout):
             return run, None
         if self.world is not None:
             raise UsageError(
-                f"layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE\n{describe_place()}"
+                "layout: auto is chosen before ranks start: write it down with longshift plan"
+                f" CONFIG --emit FILE\n{describe_place()}"
             )
         from longshift.trainer.auto_plan import resolve_layout
 
@@ -143,7 +158,8 @@ class TrainCommand:
         )
 
     def _open_folder(self, run: Config, plan: PlanFile | None, resume: bool) -> RunFolder:
-        """The run folder, made ready for this run. Raises UsageError where layouts need another number of ranks than a launcher's."""
+        """The run folder, made ready for this run. Raises UsageError where layouts need another
+        number of ranks than a launcher's."""
         try:
             if self.world is not None:
                 run.check_layouts(self.world)
@@ -156,7 +172,9 @@ class TrainCommand:
             keep(plan, folder.path, resume)
         return folder
 
-    def _train_in_forks(self, run: Config, folder: RunFolder, words: list[str], seed: Seed | None) -> None:
+    def _train_in_forks(
+        self, run: Config, folder: RunFolder, words: list[str], seed: Seed | None
+    ) -> None:
         """Train in ranks of this machine, forked from `seed` where there is one."""
         from longshift.trainer.launch import launch
 
@@ -171,7 +189,14 @@ class TrainCommand:
             seed=seed,
         )
 
-    def _train_on_ray(self, chosen: Chosen, folder: RunFolder, resume: bool, words: list[str], devices: "RayDevices") -> None:
+    def _train_on_ray(
+        self,
+        chosen: Chosen,
+        folder: RunFolder,
+        resume: bool,
+        words: list[str],
+        devices: "RayDevices",
+    ) -> None:
         from longshift.trainer.ray_launch import RayRun
 
         def refit(ranks: int) -> tuple[Config, PlanFile | None]:
@@ -181,19 +206,24 @@ class TrainCommand:
         RayRun(devices, folder, words, refit, self.restarts, say).train(chosen.run, resume)
 
     def _ray_devices(self, run: Config) -> "AbstractContextManager[RayDevices]":
-        """As many devices as `--on` says, of the Ray cluster that the environment names, or of this machine. Raises UsageError without Ray,
-        in a process that has a launcher, and where a run that begins has another number of ranks."""
+        """As many devices as `--on` says, of the Ray cluster that the environment names, or of this
+        machine. Raises UsageError without Ray, in a process that has a launcher, and where a run
+        that begins has another number of ranks."""
         kind, colon, count = (self.on or "").partition(":")
         if kind != "ray" or (colon and not (count.isdecimal() and int(count))):
             raise UsageError(f"--on {self.on}: write --on ray, or --on ray:4 for 4 devices")
         if self.world is not None:
-            raise UsageError(f"--on ray starts all ranks, and this process is one of a launcher's. {describe_place()}")
+            raise UsageError(
+                "--on ray starts all ranks, and this process is one of a launcher's."
+                f" {describe_place()}"
+            )
         asked = int(count) if count else None
         if not (self.resume or self.resume_auto or isinstance(run.layout, AutoLayout)):
             run.check_layouts(asked)
         address = os.environ.get("RAY_ADDRESS") or "local"
         if address == "local":
-            # Ray reads these when it is imported: nothing listens beyond loopback, nobody else connects, and nothing is reported.
+            # Ray reads these when it is imported: nothing listens beyond loopback, nobody else
+            # connects, and nothing is reported.
             os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_USAGE_STATS_ENABLED="0")
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token_hex(32))
         try:
@@ -202,13 +232,17 @@ class TrainCommand:
             if fault.name != "ray":
                 raise
             raise UsageError("--on ray needs a package: pip install 'longshift[ray]'") from None
-        ranks = asked or ((run.layout.ranks or core_count()) if isinstance(run.layout, AutoLayout) else run.world)
+        ranks = asked or (
+            (run.layout.ranks or core_count()) if isinstance(run.layout, AutoLayout) else run.world
+        )
         return connect(None if address == "local" else address, asked, ranks, self.crowded)
 
     def _train_here(self, run: Config, folder: RunFolder, resume: bool, trace: Path | None) -> None:
-        """Train in this process, which none of ours looks after: a failure is raised in the class of its cause."""
+        """Train in this process, which none of ours looks after: a failure is raised in the class
+        of its cause."""
         stop = Interrupt(*ENDING, say=say if self.rank == 0 else silent)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
+        # torchrun, which may be killed: its ranks save and end.
+        if "TORCHELASTIC_RUN_ID" in os.environ:
             stop.end_with_launcher()
         try:
             _run_rank(run, folder, self.rank, resume, self.json, stop, trace)
@@ -241,7 +275,8 @@ def work(folder: RunFolder, resume: bool, trace: Path | None, json: bool) -> NoR
 
 
 def leave(code: int) -> NoReturn:
-    """End a rank at once: gloo's own orderly shutdown now and then aborts or hangs, and would fail a run that has succeeded."""
+    """End a rank at once: gloo's own orderly shutdown now and then aborts or hangs, and would fail
+    a run that has succeeded."""
     with read_or_not():
         sys.stdout.flush()
     sys.stderr.flush()
@@ -265,7 +300,12 @@ def _work(words: Sequence[str], main: Callable[[], None]) -> None:
 
 def _worker_words(folder: RunFolder, json: bool, trace: Path | None) -> list[str]:
     """The command of a rank, which may be told to resume."""
-    return ["worker", str(folder.path), *["--json"] * json, *(["--trace", str(trace)] if trace else [])]
+    return [
+        "worker",
+        str(folder.path),
+        *["--json"] * json,
+        *(["--trace", str(trace)] if trace else []),
+    ]
 
 
 def _run_rank(
@@ -280,7 +320,9 @@ def _run_rank(
     """Train as this process's rank; rank 0 shows the steps."""
     display = Display(run.train.steps, json, latest=folder.latest) if rank == 0 else None
     with display or nullcontext():
-        for step in api.run_rank(run, folder, resume, stop, trace, display.memory if display else silent):
+        for step in api.run_rank(
+            run, folder, resume, stop, trace, display.memory if display else silent
+        ):
             if display:
                 display.show(step)
 

@@ -1,8 +1,9 @@
-"""What a person writes in YAML: plain scalars, lists and mappings, with the line of every key. Nothing else of YAML is known here, so that
-no text makes the reader fail, wait or grow: no anchors, no tags, no dates, and limits on size, depth and numbers.
+"""What a person writes in YAML: plain scalars, lists and mappings, with the line of every key.
+Nothing else of YAML is known here, so that no text makes the reader fail, wait or grow: no anchors,
+no tags, no dates, and limits on size, depth and numbers.
 
-The parser's events are read, not its nodes: values are made by recursion, which the limit on depth ends.
-"""
+The parser's events are read, not its nodes: values are made by recursion, which the limit on depth
+ends."""
 
 import re
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """A value, and where its parts stand: the line of each key path, and the key paths that a mapping gives again."""
+    """A value, and where its parts stand: the line of each key path, and the key paths that a
+    mapping gives again."""
 
     value: Any
     lines: dict[tuple, int]
@@ -53,9 +55,13 @@ class YamlDocument:
 
 
 def read_yaml(text: str, name: str) -> YamlDocument:
-    """The one document of a text. Raises UsageError that names the line; `name` stands for the file in it."""
+    """The one document of a text. Raises UsageError that names the line; `name` stands for the file
+    in it."""
     if len(text) > MAX_BYTES:
-        raise UsageError(f"{name} has {len(text)} characters, and a config has at most {MAX_BYTES}; is this the right file?")
+        raise UsageError(
+            f"{name} has {len(text)} characters, and a config has at most {MAX_BYTES}; is this the"
+            " right file?"
+        )
     reader = _Reader(text, name)
     try:
         value = reader.document()
@@ -69,11 +75,14 @@ def read_yaml(text: str, name: str) -> YamlDocument:
 def not_text(text: str) -> str | None:
     """Why a text is none that a file or a path can hold; None where it is."""
     match = _NO_TEXT.search(text)
-    return match and ("a null byte" if match[0] == "\0" else "half of a surrogate pair, which is no Unicode")
+    return match and (
+        "a null byte" if match[0] == "\0" else "half of a surrogate pair, which is no Unicode"
+    )
 
 
 class _Reader:
-    """Events to values (mutable: the line that was read last, and what `YamlDocument` says beside the value)."""
+    """Events to values (mutable: the line that was read last, and what `YamlDocument` says beside
+    the value)."""
 
     def __init__(self, text: str, name: str):
         self.name = name
@@ -144,7 +153,10 @@ class _Reader:
         anchor = getattr(event, "anchor", None)
         tag = getattr(event, "tag", None)
         if isinstance(event, AliasEvent) or anchor is not None:
-            raise self._fault(f"{anchor!r} is an anchor or an alias (& or *), which is not read here: write the value out")
+            raise self._fault(
+                f"{anchor!r} is an anchor or an alias (& or *), which is not read here: write the"
+                " value out"
+            )
         if tag is not None:
             raise self._fault(f"{tag!r} is a tag (!), which is not read here: leave it out")
         self._num_values += 1

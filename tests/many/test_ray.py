@@ -124,7 +124,7 @@ def ray_launch():
 
 
 def test_a_run_whose_actor_is_killed_goes_on_with_three_of_four_and_ends_with_the_weights_of_one_process(place):
-    """Killed after step 3's line, with the checkpoint of step 2 whole. In float64, so that only rounding of another order of sums differs."""
+    """Killed after step 3's line, with a whole checkpoint. In float64, so that only rounding of another order of sums differs."""
     pytest.importorskip("ray")
     with training(place / "run.yaml") as child:
         wait_for_step(child, 3)

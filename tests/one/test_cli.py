@@ -122,7 +122,6 @@ def without_torch(line: str) -> subprocess.CompletedProcess:
         ("train --help", 0, "continue from the newest checkpoint"),
         ("train {place}/run.yaml train.lrr=1", 2, "train.lrr: no such key; did you mean 'lr'?"),
         ("train {place}/run.yaml layout=pp9", 2, "at most pp4"),
-        ("train {place}/run.yaml --explain layout=dp2.z1", 0, "one global norm, one clip, one AdamW, at home"),
         ("train none.yaml", 2, "longshift init --to none.yaml"),
         ("init tiny-qwen", 2, "did you mean 'tiny-qwen3'"),
         ("check {place}/run.yaml --against zz4", 2, "is not a layout word"),

@@ -11,7 +11,7 @@ from trial import Trial, build
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.schedule.chunks import cut_chunks
-from longshift.schedule.unit_events import event_lists
+from longshift.schedule.unit_events import backward_turns, event_lists, forward_turns
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
@@ -35,12 +35,9 @@ def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     assert min(span["ts"] for span in spans) == 0
     assert all(span["dur"] >= 0 for span in spans)
     made = event_lists(SPEC, layout, layout.coord(0), cut_chunks([40, 21], 13), 8, 1, None)
-    played = [
-        *made.by_turn["embed"],
-        *made.by_turn["embed_back"],
-        *made.by_turn["loss"],
-        *(made.by_turn["forward"] + made.by_turn["backward"]) * SPEC.layers,
-    ]
+    units = range(SPEC.layers + 2)
+    turns = [*forward_turns(units, SPEC.layers, layout.every), *backward_turns(units, SPEC.layers, layout.every)]
+    played = [event for _, turn in turns for event in made.by_turn[turn]]
     wanted = Counter((event.kind, event.name, event.chunk, event.keys) for event in played)
     for (kind, name, chunk, keys), count in wanted.items():
         said = f"{name} {chunk}" + (f", {'rows' if name == 'loss' else 'keys'} {keys}" if keys >= 0 else "")

@@ -1,12 +1,14 @@
 """A machine in numbers: nodes, devices, memories, links, and how long operations take on it.
 
-Two kinds of knowledge, each number with its source. *Curves* are measured by `longshift profile`. *Constants* are a datasheet's, with the
-share of each that is reached in practice. A question is answered from a curve where there is one, else from the constants (a roofline);
+Two kinds of knowledge, each number with its source. *Curves* are measured by `longshift profile`.
+*Constants* are a datasheet's, with the share of each that is reached in practice. A question is
+answered from a curve where there is one, else from the constants (a roofline);
 a preset of published numbers holds no curves.
 
-Levels of links, each one way and per device: `device` to its host's memory, `node` to a device of the same node, `network` to another
-node's. bytes of a collective: the whole buffer, that a rank ends up with (all_gather), starts with (reduce_scatter, all_to_all) or both
-(all_reduce); the message of a send.
+Levels of links, each one way and per device: `device` to its host's memory, `node` to a device of
+the same node, `network` to another node's. bytes of a collective: the whole buffer, that a rank
+ends up with (all_gather), starts with (reduce_scatter, all_to_all) or both (all_reduce); the
+message of a send.
 """
 
 from collections.abc import Mapping
@@ -26,15 +28,26 @@ Number = float | np.ndarray
 
 LEVELS = ("device", "node", "network")
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-RATES = {"matmul": "matmul", "attention": "attention", "elementwise": "memory"}  # curves of what cores do, and the rates that they show
-MOVED = ("matmul", "attention", "memory", "node", "network", "launch")  # figures that a calibration may move
-SHARES = ("matmul", "attention forward", "attention backward", "memory", "device link", "node link", "network link")
+# Curves of what cores do, and the rates that they show.
+RATES = {"matmul": "matmul", "attention": "attention", "elementwise": "memory"}
+# Figures that a calibration may move.
+MOVED = ("matmul", "attention", "memory", "node", "network", "launch")
+SHARES = (
+    "matmul",
+    "attention forward",
+    "attention backward",
+    "memory",
+    "device link",
+    "node link",
+    "network link",
+)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on. `flops_per_s`: dense peak by dtype. `launch_s`: least time between two operations. `cores`: processor
-    cores that the rank's own process gets, which on a CPU are the device. `watts`: the power limit. `multiprocessors`: of a GPU."""
+    """What one rank computes on. `flops_per_s`: dense peak by dtype. `launch_s`: least time between
+    two operations. `cores`: processor cores that the rank's own process gets, which on a CPU are
+    the device. `watts`: the power limit. `multiprocessors`: of a GPU."""
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -84,9 +97,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention kernel as this machine has it. `why_not`: empty where it runs. `lse`: it returns the log-sum-exp; `global_lse`: its
-    backward takes the output and log-sum-exp of a larger attention, which ring attention and streaming need. Errors are relative, to
-    float64."""
+    """An attention kernel as this machine has it. `why_not`: empty where it runs. `lse`: it returns
+    the log-sum-exp; `global_lse`: its backward takes the output and log-sum-exp of a larger
+    attention, which ring attention and streaming need. Errors are relative, to float64."""
 
     name: str
     dtype: str
@@ -104,9 +117,10 @@ class Backend:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the steps of a run showed of a cluster. `constants`: what they reach of its figures, as in `Cluster.moved`; `band`: relative
-    half-width of a predicted step; `fingerprint`: of the figures (`files.figures`); `layouts`: of the run; `errors`: measured over
-    predicted seconds, less 1, of each step by what the others showed."""
+    """What the steps of a run showed of a cluster. `constants`: what they reach of its figures, as
+    in `Cluster.moved`; `band`: relative half-width of a predicted step; `fingerprint`: of the
+    figures (`files.figures`); `layouts`: of the run; `errors`: measured over predicted seconds,
+    less 1, of each step by what the others showed."""
 
     constants: Mapping[str, float]
     band: float
@@ -122,7 +136,9 @@ class Calibration:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Calibration":
         """Of JSON values, as `dataclasses.asdict` makes them."""
-        return cls(**{**values, "layouts": tuple(values["layouts"]), "errors": tuple(values["errors"])})
+        return cls(
+            **{**values, "layouts": tuple(values["layouts"]), "errors": tuple(values["errors"])}
+        )
 
 
 class AttentionOf(NamedTuple):
@@ -135,7 +151,8 @@ class AttentionOf(NamedTuple):
     heads: Heads
 
 
-# What is taken where a format was not measured, and how many times slower it is then. A register holds half as many float64 numbers.
+# What is taken where a format was not measured, and how many times slower it is then. A register
+# holds half as many float64 numbers.
 STAND_INS: Mapping[str, tuple[tuple[str, float], ...]] = {
     "float64": (("float32", 2.0),),
     "fp16": (("bf16", 1.0), ("float32", 1.0)),
@@ -146,9 +163,10 @@ STAND_INS: Mapping[str, tuple[tuple[str, float], ...]] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """`shares`: what part of a constant is reached, by the names in SHARES; 1 where the constants are measured. `sources`: where each
-    constant comes from, by its path, as in `device.launch_s`. `facts`: hardware and software that the numbers hold for. `calibration`: what
-    steps of a run reach of the other figures, in which it is not contained."""
+    """`shares`: what part of a constant is reached, by the names in SHARES; 1 where the constants
+    are measured. `sources`: where each constant comes from, by its path, as in `device.launch_s`.
+    `facts`: hardware and software that the numbers hold for. `calibration`: what steps of a run
+    reach of the other figures, in which it is not contained."""
 
     name: str
     origin: Literal["measured", "published"]
@@ -171,21 +189,31 @@ class Cluster:
 
     @property
     def calibrated(self) -> "Cluster":
-        """The machine with the figures that its calibration says, itself where there is none. The band stays; no constant is left to
-        apply."""
+        """The machine with the figures that its calibration says, itself where there is none. The
+        band stays; no constant is left to apply."""
         if self.calibration is None:
             return self
-        return replace(self.moved(self.calibration.constants), calibration=replace(self.calibration, constants={}))
+        return replace(
+            self.moved(self.calibration.constants),
+            calibration=replace(self.calibration, constants={}),
+        )
 
     def moved(self, constants: Mapping[str, float]) -> "Cluster":
-        """The machine with other figures, by the names in MOVED: so many times the rates of matmul, attention, memory, node (links inside)
-        and network (links between), so many times the seconds of a launch."""
-        shares = {name: share * constants.get(name.split()[0], 1.0) for name, share in self.shares.items()}
+        """The machine with other figures, by the names in MOVED: so many times the rates of matmul,
+        attention, memory, node (links inside) and network (links between), so many times the
+        seconds of a launch."""
+        shares = {
+            name: share * constants.get(name.split()[0], 1.0) for name, share in self.shares.items()
+        }
         curves = {}
         for name, curve in self.curves.items():
             words = name.split()
-            rate = constants.get(words[1] if words[0] in OPERATIONS else RATES.get(words[0], ""), 1.0)
-            curves[name] = replace(curve, seconds=tuple(seconds / rate for seconds in curve.seconds))
+            rate = constants.get(
+                words[1] if words[0] in OPERATIONS else RATES.get(words[0], ""), 1.0
+            )
+            curves[name] = replace(
+                curve, seconds=tuple(seconds / rate for seconds in curve.seconds)
+            )
         device = replace(self.device, launch_s=self.device.launch_s * constants.get("launch", 1.0))
         return replace(self, shares=shares, curves=curves, device=device)
 
@@ -250,7 +278,9 @@ class Cluster:
         )
         return replace(self, devices_per_node=ranks, device=device, curves=curves)
 
-    def matmul_s(self, m: Number, k: Number, n: Number, dtype: str, beyond: bool = False) -> np.ndarray:
+    def matmul_s(
+        self, m: Number, k: Number, n: Number, dtype: str, beyond: bool = False
+    ) -> np.ndarray:
         """Seconds of [m, k] @ [k, n]."""
         curve = self.curves.get(f"matmul {dtype}")
         if curve:
@@ -271,11 +301,14 @@ class Cluster:
         beyond: bool = False,
         without: str | None = None,
     ) -> np.ndarray:
-        """Seconds of one attention; causal ones are square. `backend`: the best legal one for these sizes if not given, but for `without`
-        where there are others. Heads that were not measured (allowed by `beyond`) take their time from the nearest that were, in proportion
-        to heads and width."""
+        """Seconds of one attention; causal ones are square. `backend`: the best legal one for these
+        sizes if not given, but for `without` where there are others. Heads that were not measured
+        (allowed by `beyond`) take their time from the nearest that were, in proportion to heads and
+        width."""
         if causal and np.any(np.asarray(queries) != np.asarray(keys)):
-            raise UsageError("a causal attention is square; cut a longer one into a diagonal and full pairs")
+            raise UsageError(
+                "a causal attention is square; cut a longer one into a diagonal and full pairs"
+            )
         curves = self._attentions(dtype, direction, causal, backend, without)
         if not curves and backend is None:
             queries = np.asarray(queries, dtype=float)
@@ -289,7 +322,10 @@ class Cluster:
         if not choices:
             raise self._unknown(f"attention {direction} by {backend} in {dtype}")
         if heads not in choices and not beyond:
-            raise UsageError(f"attention with heads {heads} was not measured, only {', '.join(map(str, choices))}; beyond=True guesses")
+            raise UsageError(
+                f"attention with heads {heads} was not measured, only"
+                f" {', '.join(map(str, choices))}; beyond=True guesses"
+            )
 
         def distance(choice: Heads) -> tuple[float, float]:
             """Of the widths first, in logarithms."""
@@ -301,18 +337,29 @@ class Cluster:
         options = []
         for (_, curve_heads), curve in curves.items():
             if curve_heads == nearest:
-                seconds = curve(queries, beyond=beyond) if causal else curve(queries, keys, beyond=beyond)
+                seconds = (
+                    curve(queries, beyond=beyond) if causal else curve(queries, keys, beyond=beyond)
+                )
                 options.append(seconds)
         return np.asarray(scale * np.minimum.reduce(options))
 
-    def shortest_attention(self, heads: Heads, dtype: str, direction: Literal["forward", "backward"]) -> float:
-        """Tokens of the shortest causal attention of these heads that was measured; 1 where none was."""
+    def shortest_attention(
+        self, heads: Heads, dtype: str, direction: Literal["forward", "backward"]
+    ) -> float:
+        """Tokens of the shortest causal attention of these heads that was measured; 1 where none
+        was."""
         curves = self._attentions(dtype, direction, True)
         lengths = [curve.axes[0].sizes[0] for key, curve in curves.items() if key[1] == heads]
         return min(lengths, default=1.0)
 
     def best_backend(
-        self, queries: float, keys: float, heads: Heads, dtype: str, direction: Literal["forward", "backward"] = "forward", causal=False
+        self,
+        queries: float,
+        keys: float,
+        heads: Heads,
+        dtype: str,
+        direction: Literal["forward", "backward"] = "forward",
+        causal=False,
     ) -> str:
         """The fastest backend for this shape that ring attention and streaming can use."""
         curves = self._attentions(dtype, direction, causal)
@@ -321,14 +368,22 @@ class Cluster:
             raise self._unknown(f"attention {direction} with heads {heads} in {dtype}")
 
         def seconds(name: str) -> float:
-            return float(self.attention_s(queries, keys, heads, dtype, direction, causal, backend=name, beyond=True))
+            return float(
+                self.attention_s(
+                    queries, keys, heads, dtype, direction, causal, backend=name, beyond=True
+                )
+            )
 
         return min(sorted(names), key=seconds)
 
     def elementwise_s(self, moved_bytes: Number, dtype: str, beyond: bool = False) -> np.ndarray:
         """Seconds of an operation that reads and writes so many bytes in all."""
         curve = self.curves.get(f"elementwise {dtype}")
-        return curve(moved_bytes, beyond=beyond) if curve else self._roofline(0.0, moved_bytes, dtype, "matmul")
+        return (
+            curve(moved_bytes, beyond=beyond)
+            if curve
+            else self._roofline(0.0, moved_bytes, dtype, "matmul")
+        )
 
     def over_nodes(self, operation: Operation) -> list[tuple[int, Curve]]:
         """Curves of groups with several ranks on each of several nodes, and how many on each."""
@@ -344,9 +399,13 @@ class Cluster:
         return curves
 
     def cores_share(self, level: Level) -> float:
-        """Share of a CPU rank's cores that a message takes while it travels at this level, sent and received: of the largest one that was
-        measured. 1 where that was not."""
-        if "cores send" not in self.curves or f"send {level}" not in self.curves or not self.device.cores:
+        """Share of a CPU rank's cores that a message takes while it travels at this level, sent and
+        received: of the largest one that was measured. 1 where that was not."""
+        if (
+            "cores send" not in self.curves
+            or f"send {level}" not in self.curves
+            or not self.device.cores
+        ):
             return 1.0
         curve = self.curves["cores send"]
         size_bytes = curve.axes[-1].sizes[-1]
@@ -354,8 +413,9 @@ class Cluster:
         return min(1.0, float(curve(size_bytes) / self.device.cores / send_s))
 
     def copy_s(self, way: str, size_bytes: Number, beyond: bool = False) -> np.ndarray:
-        """Seconds of a copy between host and device. `way` is to_device or to_host, with how it is done and what runs beside it where
-        that was measured: `to_device pinned`, `to_host pinned both`."""
+        """Seconds of a copy between host and device. `way` is to_device or to_host, with how it is
+        done and what runs beside it where that was measured: `to_device pinned`, `to_host pinned
+        both`."""
         curve = self.curves.get(f"copy {way}")
         if curve:
             return curve(size_bytes, beyond=beyond)
@@ -364,8 +424,16 @@ class Cluster:
         link, share = self._link("device")
         return link.latency_s + np.asarray(size_bytes, dtype=float) / (link.bytes_per_s * share)
 
-    def disk_s(self, direction: Literal["read", "write"], size_bytes: Number, depth: int, mode: str = "direct", beyond=False) -> np.ndarray:
-        """Seconds a block of this size, with `depth` of them under way at a time; mode plain (through the page cache) or direct."""
+    def disk_s(
+        self,
+        direction: Literal["read", "write"],
+        size_bytes: Number,
+        depth: int,
+        mode: str = "direct",
+        beyond=False,
+    ) -> np.ndarray:
+        """Seconds a block of this size, with `depth` of them under way at a time; mode plain
+        (through the page cache) or direct."""
         curve = self.curves.get(f"disk {direction} {mode} depth{depth}")
         if curve:
             return curve(size_bytes, beyond=beyond)
@@ -375,10 +443,15 @@ class Cluster:
         return np.asarray(size_bytes, dtype=float) / rate
 
     def _attentions(
-        self, dtype: str, direction: str, causal: bool, backend: str | None = None, without: str | None = None
+        self,
+        dtype: str,
+        direction: str,
+        causal: bool,
+        backend: str | None = None,
+        without: str | None = None,
     ) -> dict[tuple[str, Heads], Curve]:
-        """Measured attentions of this kind, by (backend, heads): of the named backend, or of all legal ones but `without`, and of that one
-        where there is no other."""
+        """Measured attentions of this kind, by (backend, heads): of the named backend, or of all
+        legal ones but `without`, and of that one where there is no other."""
         usable = self.legal(dtype) if backend is None else {backend}
         kind = dtype, direction, "causal" if causal else "full"
         curves = {}
@@ -389,7 +462,9 @@ class Cluster:
 
     def legal(self, dtype: str) -> set[str]:
         """Backends that ring attention and streaming can use."""
-        return {backend.name for backend in self.backends if backend.dtype == dtype and backend.legal}
+        return {
+            backend.name for backend in self.backends if backend.dtype == dtype and backend.legal
+        }
 
     def knows(self, backend: str, dtype: str) -> bool:
         """Whether attention by a legal backend was measured."""
@@ -416,7 +491,9 @@ class Cluster:
         if dtype not in self.device.flops_per_s:
             raise self._unknown(f"arithmetic in {dtype}")
         compute_s = np.asarray(flops) / (self.device.flops_per_s[dtype] * self.shares[share])
-        memory_s = np.asarray(moved_bytes) / (self.device.memory_bytes_per_s * self.shares["memory"])
+        memory_s = np.asarray(moved_bytes) / (
+            self.device.memory_bytes_per_s * self.shares["memory"]
+        )
         return self.device.launch_s + np.maximum(compute_s, memory_s)
 
     def _link(self, level: str) -> tuple[Link, float]:
@@ -428,10 +505,24 @@ class Cluster:
     def _unknown(self, subject: str) -> UsageError:
         families = sorted({" ".join(name.split()[:3]) for name in self.curves})
         contents = ", ".join(families) or "constants only"
-        return UsageError(f"nothing is known of {subject} on {self.name} ({contents}); measure it there with: longshift profile")
+        return UsageError(
+            f"nothing is known of {subject} on {self.name} ({contents}); measure it there with:"
+            " longshift profile"
+        )
 
 
-def attention_flops(queries: Number, keys: Number, heads: Heads, direction: str, causal: bool) -> Number:
-    """Floating-point operations of one attention: 2 matmuls forward, 5 backward (the scores are computed again); half when causal."""
+def attention_flops(
+    queries: Number, keys: Number, heads: Heads, direction: str, causal: bool
+) -> Number:
+    """Floating-point operations of one attention: 2 matmuls forward, 5 backward (the scores are
+    computed again); half when causal."""
     matmuls = 2 if direction == "forward" else 5
-    return 2 * matmuls * heads.query * heads.width * np.asarray(queries, dtype=float) * keys * (0.5 if causal else 1.0)
+    return (
+        2
+        * matmuls
+        * heads.query
+        * heads.width
+        * np.asarray(queries, dtype=float)
+        * keys
+        * (0.5 if causal else 1.0)
+    )

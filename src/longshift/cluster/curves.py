@@ -1,11 +1,13 @@
 """Seconds that an operation takes, as a function of its sizes, known at some points.
 
-A curve lives on a grid: one ascending list of sizes an axis, seconds at every crossing. Between the points seconds are multilinear in
-the logarithms, so that a curve is positive everywhere, exact at its points, and grows along an axis wherever its points do; and its
-points must, since more work is never faster (`monotone` makes noisy medians so).
+A curve lives on a grid: one ascending list of sizes an axis, seconds at every crossing. Between the
+points seconds are multilinear in the logarithms, so that a curve is positive everywhere, exact at
+its points, and grows along an axis wherever its points do; and its points must, since more work is
+never faster (`monotone` makes noisy medians so).
 
-Beyond the points nothing was measured. A caller who wants an answer there says `beyond=True` and gets this: below the smallest size,
-its seconds (a floor); above the largest, growth with the work, at the rate of the last point.
+Beyond the points nothing was measured. A caller who wants an answer there says `beyond=True` and
+gets this: below the smallest size, its seconds (a floor); above the largest, growth with the work,
+at the rate of the last point.
 """
 
 from bisect import bisect_right
@@ -18,7 +20,8 @@ import numpy as np
 
 from longshift.errors import UsageError
 
-# What a curve is computed with, of numbers and of arrays: numpy takes ten times as long for a number.
+# What a curve is computed with, of numbers and of arrays: numpy takes ten times as long for a
+# number.
 NUMBERS = bisect_right, log, exp, min, max
 ARRAYS = partial(np.searchsorted, side="right"), np.log, np.exp, np.minimum, np.maximum
 
@@ -35,15 +38,18 @@ class SampledSizes:
         sizes = np.asarray(self.sizes, dtype=float)
         is_valid = sizes.size and np.all(np.isfinite(sizes)) and sizes[0] > 0
         if not is_valid or np.any(np.diff(sizes) <= 0):
-            raise UsageError(f"axis {self.name}: sizes {list(self.sizes)} must be positive and ascending")
+            raise UsageError(
+                f"axis {self.name}: sizes {list(self.sizes)} must be positive and ascending"
+            )
         if not (np.isfinite(self.power) and self.power >= 0):
             raise UsageError(f"axis {self.name}: work cannot grow with the power {self.power}")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """`seconds` at every crossing of the axes, the last axis fastest. `spread`: at each, the middle half of the measurements over their
-    median, zeros where nothing was measured. Raises UsageError for values that no clock could have shown."""
+    """`seconds` at every crossing of the axes, the last axis fastest. `spread`: at each, the middle
+    half of the measurements over their median, zeros where nothing was measured. Raises UsageError
+    for values that no clock could have shown."""
 
     axes: tuple[SampledSizes, ...]
     seconds: tuple[float, ...]
@@ -53,9 +59,13 @@ class Curve:
         count = int(np.prod(self._shape))
         for name, values in (("seconds", self.seconds), ("spread", self.spread or (0.0,) * count)):
             if len(values) != count:
-                raise UsageError(f"a curve over {self._names} has {count} points, but {len(values)} {name}")
+                raise UsageError(
+                    f"a curve over {self._names} has {count} points, but {len(values)} {name}"
+                )
             if not np.all(np.isfinite(values)) or min(values) < 0:
-                raise UsageError(f"a curve over {self._names}: {name} must be finite and not negative")
+                raise UsageError(
+                    f"a curve over {self._names}: {name} must be finite and not negative"
+                )
         if min(self.seconds) <= 0:
             raise UsageError(f"a curve over {self._names}: no operation takes 0 seconds")
         grid = self.grid
@@ -73,8 +83,8 @@ class Curve:
         return list(product(*(axis.sizes for axis in self.axes)))
 
     def __call__(self, *sizes: float | np.ndarray, beyond: bool = False) -> np.ndarray:
-        """Seconds at these sizes, one argument an axis, numbers or arrays that broadcast. Raises UsageError outside the measured range
-        unless `beyond`."""
+        """Seconds at these sizes, one argument an axis, numbers or arrays that broadcast. Raises
+        UsageError outside the measured range unless `beyond`."""
         if len(sizes) != len(self.axes):
             raise UsageError(f"a curve over {self._names} was asked for {len(sizes)} sizes")
         numbers = all(isinstance(size, float | int) for size in sizes)
@@ -113,8 +123,8 @@ class Curve:
             raise UsageError(f"{axis.name} = {_span(low, high)}: a size is positive")
         if not beyond and (low < axis.sizes[0] or high > axis.sizes[-1]):
             raise UsageError(
-                f"{axis.name} = {_span(low, high)} was not measured, only {_number(axis.sizes[0])} to {_number(axis.sizes[-1])}; "
-                "beyond=True guesses"
+                f"{axis.name} = {_span(low, high)} was not measured, only"
+                f" {_number(axis.sizes[0])} to {_number(axis.sizes[-1])}; beyond=True guesses"
             )
 
     @cached_property

@@ -1,8 +1,8 @@
 """Clusters as JSON files: presets that come with Longshift, and profiles that it measured.
 
-A profile carries the SHA-256 of its contents and the fingerprint of the hardware and software it was measured on. A file that is not a
-profile, is damaged, or is of another machine than the one asked for, is refused with the reason; so is one whose calibration is not of its
-own figures.
+A profile carries the SHA-256 of its contents and the fingerprint of the hardware and software it
+was measured on. A file that is not a profile, is damaged, or is of another machine than the one
+asked for, is refused with the reason; so is one whose calibration is not of its own figures.
 """
 
 import hashlib
@@ -16,7 +16,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longshift.cluster.cluster import LEVELS, MOVED, SHARES, Backend, Calibration, Cluster, Device, Disk, Link
+from longshift.cluster.cluster import (
+    LEVELS,
+    MOVED,
+    SHARES,
+    Backend,
+    Calibration,
+    Cluster,
+    Device,
+    Disk,
+    Link,
+)
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.errors import UsageError, did_you_mean
 
@@ -27,7 +37,13 @@ VERSION = 1
 def presets() -> tuple[str, ...]:
     """Names of the machines that come with Longshift."""
     folder = resources.files("longshift.cluster") / "presets"
-    return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
+    return tuple(
+        sorted(
+            file.name.removesuffix(".json")
+            for file in folder.iterdir()
+            if file.name.endswith(".json")
+        )
+    )
 
 
 def preset(name: str) -> Cluster:
@@ -50,30 +66,48 @@ def figures(profile: Cluster) -> str:
 
 
 def load(path: Path, facts: Mapping[str, object] | None = None) -> Cluster:
-    """The profile in a file; with `facts`, only one of the machine that they describe. Raises UsageError."""
+    """The profile in a file; with `facts`, only one of the machine that they describe. Raises
+    UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; presets are {', '.join(presets())}, and longshift profile -o writes a file") from None
+        raise UsageError(
+            f"{path} does not exist; presets are {', '.join(presets())}, and longshift profile -o"
+            " writes a file"
+        ) from None
     except (OSError, UnicodeDecodeError) as fault:
         raise UsageError(f"{path} cannot be read: {fault}") from None
     profile = _read(text, str(path))
     if facts is not None and fingerprint(profile.facts) != fingerprint(facts):
-        keys = [key for key in {**facts, **profile.facts} if facts.get(key) != profile.facts.get(key)]
-        differences = "; ".join(f"{key} {profile.facts.get(key)!r}, here {facts.get(key)!r}" for key in keys)
-        raise UsageError(f"{path} was measured elsewhere ({differences}); measure here with: longshift profile --fresh")
+        keys = [
+            key for key in {**facts, **profile.facts} if facts.get(key) != profile.facts.get(key)
+        ]
+        differences = "; ".join(
+            f"{key} {profile.facts.get(key)!r}, here {facts.get(key)!r}" for key in keys
+        )
+        raise UsageError(
+            f"{path} was measured elsewhere ({differences}); measure here with: longshift profile"
+            " --fresh"
+        )
     return profile
 
 
 def save(profile: Cluster, path: Path) -> None:
-    """Write a file that appears whole or not at all. Raises UsageError where it cannot be written."""
+    """Write a file that appears whole or not at all. Raises UsageError where it cannot be
+    written."""
     body = encode(profile)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, building = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps({"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}, indent=1) + "\n")
+                file.write(
+                    json.dumps(
+                        {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body},
+                        indent=1,
+                    )
+                    + "\n"
+                )
             os.replace(building, path)
         except BaseException:
             os.unlink(building)
@@ -100,21 +134,32 @@ def _read(text: str, name: str) -> Cluster:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as fault:
-        raise UsageError(f"{name} is damaged: not JSON ({fault}); measure again with: longshift profile --fresh") from None
+        raise UsageError(
+            f"{name} is damaged: not JSON ({fault}); measure again with: longshift profile --fresh"
+        ) from None
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise UsageError(f"{name} is not a profile: it does not begin with format {FORMAT!r}")
     version = document.pop("version", None)
     if version != VERSION:
-        raise UsageError(f"{name} has version {version}, and this Longshift reads {VERSION}; measure again with: longshift profile --fresh")
+        raise UsageError(
+            f"{name} has version {version}, and this Longshift reads {VERSION}; measure again with:"
+            " longshift profile --fresh"
+        )
     digest = document.pop("sha256", None)
     if document.get("origin") != "published" and digest != _digest(document):
-        raise UsageError(f"{name} is damaged or was edited: its SHA-256 differs; measure again with: longshift profile --fresh")
+        raise UsageError(
+            f"{name} is damaged or was edited: its SHA-256 differs; measure again with: longshift"
+            " profile --fresh"
+        )
     try:
         profile = decode(document)
     except (UsageError, KeyError, TypeError, ValueError, AttributeError) as fault:
         raise UsageError(f"{name} is damaged: {type(fault).__name__}: {fault}") from None
     if profile.calibration is not None and profile.calibration.fingerprint != figures(profile):
-        raise UsageError(f"{name} has a calibration of other figures than its own; write it again with: longshift calibrate RUN -o {name}")
+        raise UsageError(
+            f"{name} has a calibration of other figures than its own; write it again with:"
+            f" longshift calibrate RUN -o {name}"
+        )
     return profile
 
 
@@ -128,7 +173,9 @@ def decode(body: dict[str, Any]) -> Cluster:
         "backends": lambda value: tuple(Backend(**backend) for backend in value),
         "calibration": Calibration.from_json,
     }
-    values = {key: decoders[key](value) if key in decoders else value for key, value in body.items()}
+    values = {
+        key: decoders[key](value) if key in decoders else value for key, value in body.items()
+    }
     profile = Cluster(**values)
     _check(profile)
     return profile
@@ -138,7 +185,9 @@ def decode_curves(values: Mapping[str, dict[str, Any]]) -> dict[str, Curve]:
     """Curves by name, from JSON values."""
     curves = {}
     for name, value in values.items():
-        axes = tuple(SampledSizes(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"])
+        axes = tuple(
+            SampledSizes(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"]
+        )
         curves[name] = Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
     return curves
 

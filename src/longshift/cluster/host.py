@@ -1,4 +1,5 @@
-"""What this machine's processor is, and which profile was measured on it. Reads no more than the operating system tells."""
+"""What this machine's processor is, and which profile was measured on it. Reads no more than the
+operating system tells."""
 
 import os
 import platform
@@ -13,7 +14,8 @@ CACHE = Path("~/.cache/longshift")
 
 
 def host_facts(cores: int | None = None) -> dict[str, str | int | float]:
-    """Those of a profile's facts that need no torch. `cores`: that this process might use when it began, where it may use fewer now."""
+    """Those of a profile's facts that need no torch. `cores`: that this process might use when it
+    began, where it may use fewer now."""
     return {
         "cpu": cpu_name(),
         "cores": core_count() if cores is None else cores,
@@ -23,13 +25,19 @@ def host_facts(cores: int | None = None) -> dict[str, str | int | float]:
 
 
 def profile_of_host(
-    per_node: int, nodes: int = 1, kind: str | None = None, cache: Path = CACHE, cores: int | None = None
+    per_node: int,
+    nodes: int = 1,
+    kind: str | None = None,
+    cache: Path = CACHE,
+    cores: int | None = None,
 ) -> Cluster | None:
-    """The profile of this machine that serves best for `nodes` of it with `per_node` ranks each; None where it was not measured.
+    """The profile of this machine that serves best for `nodes` of it with `per_node` ranks each;
+    None where it was not measured.
 
-    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. `cores`: as of `host_facts`. Software and
-    numbers of threads may differ from those of now: this is for what they hardly change, such as links. Files that are damaged are passed
-    over.
+    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. `cores`: as of `host_facts`.
+    Software and
+    numbers of threads may differ from those of now: this is for what they hardly change, such as
+    links. Files that are damaged are passed over.
     """
     facts = host_facts(cores)
     best_profile = None
@@ -63,7 +71,15 @@ def has_gpu() -> bool:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    names = (
+        [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if "model name" in line
+        ]
+        if info.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -73,7 +89,8 @@ def core_count() -> int:
 
 
 def core_quota() -> float | None:
-    """Cores' worth of time that the process's control group allows it; None where there is no limit or no such thing."""
+    """Cores' worth of time that the process's control group allows it; None where there is no limit
+    or no such thing."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
         for _, controllers, path in groups:
@@ -94,6 +111,7 @@ def core_quota() -> float | None:
 
 
 def forks_ranks() -> bool:
-    """Whether ranks may be forked here: on Linux, where there is no driver of NVIDIA's GPUs or AMD's. A process that has used a GPU cannot
-    be forked, and only torch can tell whether this one sees any."""
+    """Whether ranks may be forked here: on Linux, where there is no driver of NVIDIA's GPUs or
+    AMD's. A process that has used a GPU cannot be forked, and only torch can tell whether this one
+    sees any."""
     return sys.platform == "linux" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))

@@ -1,8 +1,11 @@
-"""Groups of ranks: fused buffers that move between them, and the differentiable collectives that models are cut with.
+"""Groups of ranks: fused buffers that move between them, and the differentiable collectives that
+models are cut with.
 
-Native collectives serve NCCL. gloo's reduce-scatter is an all-reduce underneath and its all-gather a ring of copies; on gloo both are
-all-to-alls here, each rank to each peer (see docs/dev/log.md, "gloo: everything is an all-to-all"). That moves the same bytes, (P-1)/P of the
-buffer in and out of every rank, and a sum is taken once, in rank order and in at least float32. Two ranks swap: what a rank keeps for
+Native collectives serve NCCL. gloo's reduce-scatter is an all-reduce underneath and its all-gather
+a ring of copies; on gloo both are all-to-alls here, each rank to each peer (see docs/dev/log.md,
+"gloo: everything is an all-to-all"). That moves the same bytes, (P-1)/P of the buffer in and out of
+every rank, and a sum is taken once, in rank order and in at least float32. Two ranks swap: what a
+rank keeps for
 itself is not copied through gloo.
 
 What is sent must not change until `wait`.
@@ -25,7 +28,8 @@ LOCALLY = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.Red
 
 @dataclass
 class Pending:
-    """Traffic under way. `keep` holds tensors that must live until `wait`, which may be called once."""
+    """Traffic under way. `keep` holds tensors that must live until `wait`, which may be called
+    once."""
 
     works: Sequence[dist.Work | None] = ()
     keep: tuple[Tensor, ...] = ()
@@ -47,7 +51,8 @@ class Pending:
 
 
 class Group:
-    """`ranks` in ascending order; `index` is this rank's place among them; alone when `handle` is None."""
+    """`ranks` in ascending order; `index` is this rank's place among them; alone when `handle` is
+    None."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None):
         self.ranks = ranks
@@ -73,7 +78,8 @@ class Group:
         return Pending([self._native_all_gather(out.view(-1), x.view(-1))], (x, out))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        """out [...] = sum over ranks of their x [P, ...] at this rank's index. Valid after `wait`."""
+        """out [...] = sum over ranks of their x [P, ...] at this rank's index. Valid after
+        `wait`."""
         if self.handle is None:
             out.copy_(x.view_as(out))
             return Pending()
@@ -91,7 +97,8 @@ class Group:
         return Pending([work], (parts, x), lambda: out.copy_(torch.sum(parts, 0, dtype=sum_dtype)))
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
-        """out [P, ...] = what each rank has for this one, its own part too; x [P, ...] goes out likewise. Valid after `wait`."""
+        """out [P, ...] = what each rank has for this one, its own part too; x [P, ...] goes out
+        likewise. Valid after `wait`."""
         if self.handle is None:
             out.copy_(x)
             return Pending()
@@ -108,8 +115,8 @@ class Group:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Pending:
-        """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`. A pair on gloo trades whole buffers, the
-        bytes of gloo's ring in one step."""
+        """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`. A
+        pair on gloo trades whole buffers, the bytes of gloo's ring in one step."""
         if self.swaps:
             peer_x = torch.empty_like(x)
             pending = self._swap(peer_x, x)
@@ -120,8 +127,9 @@ class Group:
         return Pending([self._native_all_reduce(x, later=True)], (x,))
 
     def exchange(self, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Pending, list[Tensor]]:
-        """Send `sends[i]` to the i-th rank and receive a tensor of `shapes[i]` from it; all of one dtype, empty ones included. Returns
-        what has arrived after `wait`. Both sides of a pair must agree on the size."""
+        """Send `sends[i]` to the i-th rank and receive a tensor of `shapes[i]` from it; all of one
+        dtype, empty ones included. Returns what has arrived after `wait`. Both sides of a pair must
+        agree on the size."""
         local = sends[self.index]
         out_sizes = [math.prod(shape) for shape in shapes]
         in_sizes = [tensor.numel() for tensor in sends]
@@ -141,7 +149,8 @@ class Group:
         return pending, received
 
     def trade(self, out: Tensor, x: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
-        """out [sum(out_sizes)] = what each rank has for this one, by rank; x [sum(in_sizes)] goes out likewise. Valid after `wait`."""
+        """out [sum(out_sizes)] = what each rank has for this one, by rank; x [sum(in_sizes)] goes
+        out likewise. Valid after `wait`."""
         if self.handle is None:
             return Pending()
         return Pending([self._native_all_to_all(out, x, out_sizes, in_sizes)], (x, out))
@@ -167,9 +176,10 @@ class Group:
         return self.trade(out.view(-1), x.reshape(-1), sizes, sizes)
 
     def meet(self, device: torch.device) -> None:
-        """Each rank sends a byte to the next, around the group. [Note: first contact] NCCL makes the communicator of a pair when the two
-        first send or receive, and each waits there for the other: a rank that posts a receive before it computes what its peer needs for
-        the send would wait for ever. So pairs meet before, in one order."""
+        """Each rank sends a byte to the next, around the group. [Note: first contact] NCCL makes
+        the communicator of a pair when the two first send or receive, and each waits there for the
+        other: a rank that posts a receive before it computes what its peer needs for the send would
+        wait for ever. So pairs meet before, in one order."""
         token = torch.zeros(1, dtype=torch.uint8, device=device)
         for source in range(self.size if self.size > 2 else self.size - 1):
             target = (source + 1) % self.size

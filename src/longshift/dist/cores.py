@@ -1,8 +1,9 @@
 """Cores beside a rank's GPU, on machines whose memory is in several nodes (NUMA).
 
-The rank's threads update a home in host memory, and its bytes are copied to and from the GPU. Where the threads run in another node than the
-GPU's, these bytes cross between the nodes. Linux puts memory into the node of the thread that first writes it. So threads that stay beside the
-GPU have their memory there, too. No machine with several nodes has run this.
+The rank's threads update a home in host memory, and its bytes are copied to and from the GPU. Where
+the threads run in another node than the GPU's, these bytes cross between the nodes. Linux puts
+memory into the node of the thread that first writes it. So threads that stay beside the GPU have
+their memory there, too. No machine with several nodes has run this.
 """
 
 import os
@@ -15,8 +16,9 @@ MACHINE = Path("/sys")
 
 
 def stay_near(device: torch.device, machine: Path = MACHINE) -> set[int]:
-    """Keep this thread, and those that it starts from now on, on the cores of its GPU's memory node, as far as it may use them. The
-    cores; none, and nothing is changed, where the machine has one node, does not say, or gives none of them."""
+    """Keep this thread, and those that it starts from now on, on the cores of its GPU's memory
+    node, as far as it may use them. The cores; none, and nothing is changed, where the machine has
+    one node, does not say, or gives none of them."""
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return set()
     facts = torch.cuda.get_device_properties(device)
@@ -28,13 +30,15 @@ def stay_near(device: torch.device, machine: Path = MACHINE) -> set[int]:
 
 
 def cores_beside(place: str, machine: Path = MACHINE) -> set[int]:
-    """The cores of the memory node that a PCI device is attached to; none where there is one node, or it is not known."""
+    """The cores of the memory node that a PCI device is attached to; none where there is one node,
+    or it is not known."""
     nodes = machine / "devices" / "system" / "node"
     if len(list(nodes.glob("node[0-9]*"))) < 2:
         return set()
     with suppress(OSError, ValueError):
         number = int((machine / "bus" / "pci" / "devices" / place / "numa_node").read_text())
-        return parsed((nodes / f"node{number}" / "cpulist").read_text())  # a number of -1 has no folder
+        # A number of -1 has no folder.
+        return parsed((nodes / f"node{number}" / "cpulist").read_text())
     return set()
 
 

@@ -1,8 +1,10 @@
-"""A local world of processes that stays and answers calls. Calls and answers are JSON over pipes: a function by its dotted name.
+"""A local world of processes that stays and answers calls. Calls and answers are JSON over pipes: a
+function by its dotted name.
 
-Forked ranks start in 0.1 s, where spawned ones take 6 to 18 s. They are for `longshift check`, tests and benchmarks on CPU: the parent must
-have imported what the calls need, and must not have run a backward pass or started threads, since neither survives a fork. CUDA does not
-either: ranks with a GPU are spawned.
+Forked ranks start in 0.1 s, where spawned ones take 6 to 18 s. They are for `longshift check`,
+tests and benchmarks on CPU: the parent must have imported what the calls need, and must not have
+run a backward pass or started threads, since neither survives a fork. CUDA does not either: ranks
+with a GPU are spawned.
 """
 
 import importlib
@@ -18,7 +20,8 @@ import traceback
 from contextlib import suppress
 
 import torch
-import torch._dynamo  # torch.optim imports it at first use: 1.5 s in every rank that does not inherit it
+# torch.optim imports it at first use: 1.5 s in every rank that does not inherit it.
+import torch._dynamo
 import torch.distributed as dist
 
 from longshift import errors
@@ -26,12 +29,13 @@ from longshift.dist.parent import end_with_parent
 from longshift.dist.world import TIMEOUT, World, check_gpus, gpu_of, keep_freed_memory, stay_on_loopback, use_gpu
 from longshift.errors import LongshiftError, PeerError, UsageError
 
-GRACE_S = 2.0  # after one rank's error, how long to wait for the others', among which may be the cause
+# After one rank's error, how long to wait for the others', among which may be the cause.
+GRACE_S = 2.0
 
 
 class ForkedWorld:
-    """`size` ranks over gloo on loopback. Use as a context manager, or `close` it; a call that fails or is late ends all ranks, and the
-    next call starts new ones."""
+    """`size` ranks over gloo on loopback. Use as a context manager, or `close` it; a call that
+    fails or is late ends all ranks, and the next call starts new ones."""
 
     device = "cpu"
 
@@ -41,9 +45,11 @@ class ForkedWorld:
         self._pipes: list[tuple[int, int]] = []  # per rank: (write calls here, read answers here)
 
     def call(self, function: str, deadline_s: float = 60.0, **arguments: object) -> list:
-        """Answers, by rank, of `function` ("package.module:name"), called as function(world, **arguments) on every rank. Raises
-        the LongshiftError of the rank that failed first, as far as that shows (dead before failed, failed before peer lost), and PeerError
-        with its traceback where it is another, or when an answer is late."""
+        """Answers, by rank, of `function` ("package.module:name"), called as function(world,
+        **arguments) on every rank. Raises
+        the LongshiftError of the rank that failed first, as far as that shows (dead before failed,
+        failed before peer lost), and PeerError with its traceback where it is another, or when an
+        answer is late."""
         if not self._pids:
             self._start()
         line = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
@@ -133,7 +139,8 @@ class ForkedWorld:
 
 
 class SpawnedWorld(ForkedWorld):
-    """As a ForkedWorld, of fresh processes: on the GPUs of this machine, a rank each, or on the CPU. What they call must be importable."""
+    """As a ForkedWorld, of fresh processes: on the GPUs of this machine, a rank each, or on the
+    CPU. What they call must be importable."""
 
     def __init__(self, size: int, device: str = "cpu"):
         """`device`: its type. Raises UsageError for more ranks than GPUs."""
@@ -163,7 +170,8 @@ def serve_spawned(rank: int, size: int, device: str, listener: int, calls: int, 
 
 
 def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, answers: int) -> None:
-    """Life of a rank; never returns. It leaves by os._exit: a forked gloo world now and then hangs in an orderly shutdown."""
+    """Life of a rank; never returns. It leaves by os._exit: a forked gloo world now and then hangs
+    in an orderly shutdown."""
     try:
         end_with_parent(signal.SIGKILL)
         host.enter(rank)

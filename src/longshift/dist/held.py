@@ -1,8 +1,10 @@
-"""Bytes of all tensors that are alive, by device, while a mode watches what torch's operations return.
+"""Bytes of all tensors that are alive, by device, while a mode watches what torch's operations
+return.
 
-A storage is counted once, whatever views it has, from the operation that made it until it is gone. Of what kernels need inside one
-operation, attention's backward on a GPU alone is counted; what an allocator loses between tensors is not. Under the mode autograd adds two
-gradients that meet into a new tensor, where without it may add in place: what is counted is never less than what is.
+A storage is counted once, whatever views it has, from the operation that made it until it is gone.
+Of what kernels need inside one operation, attention's backward on a GPU alone is counted; what an
+allocator loses between tensors is not. Under the mode autograd adds two gradients that meet into a
+new tensor, where without it may add in place: what is counted is never less than what is.
 """
 
 import time
@@ -22,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts bytes of storages by device type: `now[device]`, and `most[device]` since `restart`. Mutable. What was there before it began
-    counts from `adopt` on. Only operations of the thread that entered it are seen; a storage may end in any."""
+    """Counts bytes of storages by device type: `now[device]`, and `most[device]` since `restart`.
+    Mutable. What was there before it began counts from `adopt` on. Only operations of the thread
+    that entered it are seen; a storage may end in any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,9 +130,10 @@ class HeldBytes(TorchDispatchMode):
 
 
 def flash_backward_bytes(q: Tensor, k: Tensor) -> int:
-    """Bytes that FlashAttention-2 holds inside its backward (`mha_bwd` of its flash_api.cpp): gradients of queries in float32, a float32 for
-    every query and head, and where query heads share keys, gradients of keys and values for every query head. Heads are the second dim of
-    [1, N, T, H] and of [T, N, H]."""
+    """Bytes that FlashAttention-2 holds inside its backward (`mha_bwd` of its flash_api.cpp):
+    gradients of queries in float32, a float32 for every query and head, and where query heads share
+    keys, gradients of keys and values for every query head. Heads are the second dim of [1, N, T,
+    H] and of [T, N, H]."""
     query_bytes = 4 * (q.numel() + q.numel() // q.shape[-1])
     if q.shape[1] == k.shape[1]:
         return query_bytes
@@ -149,8 +153,9 @@ class _Held:
 
 @contextmanager
 def prompt_release() -> Iterator[None]:
-    """Inside, an asynchronous collective has let go of its tensors when its `wait` returns. [Note: late release] gloo's threads hold them for
-    a moment longer, which on a busy machine is long enough to be counted."""
+    """Inside, an asynchronous collective has let go of its tensors when its `wait` returns. [Note:
+    late release] gloo's threads hold them for a moment longer, which on a busy machine is long
+    enough to be counted."""
     with patch.object(dist, "all_to_all_single", _prompt(dist.all_to_all_single)):
         yield
 

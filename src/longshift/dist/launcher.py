@@ -1,4 +1,5 @@
-"""The place among ranks that a launcher gives this process in the environment: torchrun, a job of a scheduler, or `longshift train`.
+"""The place among ranks that a launcher gives this process in the environment: torchrun, a job of a
+scheduler, or `longshift train`.
 
 Needs no torch.
 """
@@ -9,7 +10,8 @@ from longshift.errors import UsageError
 
 
 def place() -> tuple[int, int | None]:
-    """The rank of this process, and how many there are; (0, None) without a launcher. Raises UsageError."""
+    """The rank of this process, and how many there are; (0, None) without a launcher. Raises
+    UsageError."""
     rank = os.environ.get("RANK")
     world = os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
@@ -38,7 +40,8 @@ def describe_place() -> str:
 
 
 def ranks_per_node(ranks: int) -> int:
-    """Ranks on each machine: what a launcher says, else all of them. Raises UsageError for what is no number of ranks."""
+    """Ranks on each machine: what a launcher says, else all of them. Raises UsageError for what is
+    no number of ranks."""
     text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"LOCAL_WORLD_SIZE is {text!r}: it is the number of ranks on each machine, at least 1")

@@ -15,7 +15,8 @@ _REFUSED = ("can't allocate memory", "cannot allocate memory", "out of memory", 
 
 
 def lacks_memory(fault: BaseException) -> bool:
-    """Whether a process was refused memory: by Python, an allocator, or what loads a library; or while it looked after such a fault."""
+    """Whether a process was refused memory: by Python, an allocator, or what loads a library; or
+    while it looked after such a fault."""
     cause: BaseException | None = fault
     visited: set[int] = set()
     while cause is not None and id(cause) not in visited:
@@ -31,13 +32,15 @@ def lacks_memory(fault: BaseException) -> bool:
 
 
 def address_space() -> str:
-    """The end of a sentence about memory that was refused: what `ulimit -v` allows; nothing where it allows all."""
+    """The end of a sentence about memory that was refused: what `ulimit -v` allows; nothing where
+    it allows all."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if limit == resource.RLIM_INFINITY else f"; ulimit -v allows {limit / 2**30:.3g} GiB"
 
 
 def allow_files(ranks: int) -> None:
-    """Let a rank among so many open the files that it needs, as far as `ulimit -Hn` allows. Raises UsageError where it does not."""
+    """Let a rank among so many open the files that it needs, as far as `ulimit -Hn` allows. Raises
+    UsageError where it does not."""
     need = FILES + FILES_A_RANK * (ranks - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:

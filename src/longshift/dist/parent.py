@@ -1,4 +1,5 @@
-"""A process that does not outlive the one that started it, and has a name (Linux). Needs no torch: it holds before torch is imported."""
+"""A process that does not outlive the one that started it, and has a name (Linux). Needs no torch:
+it holds before torch is imported."""
 
 import ctypes
 import os
@@ -7,8 +8,9 @@ import sys
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Send this process a signal when the one that started it dies, rather than run on unwatched; at once where that was process `parent`
-    and is gone already. It holds for a parent's thread: the one that starts processes has to live as long as they do."""
+    """Send this process a signal when the one that started it dies, rather than run on unwatched;
+    at once where that was process `parent` and is gone already. It holds for a parent's thread: the
+    one that starts processes has to live as long as they do."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:

@@ -1,9 +1,11 @@
-"""What runs on each device of a Ray cluster: an actor that starts a rank, passes on what it prints, and ends it. Needs neither torch nor ray.
+"""What runs on each device of a Ray cluster: an actor that starts a rank, passes on what it prints,
+and ends it. Needs neither torch nor ray.
 
     driver -> RankActor, which holds a device -> longshift worker RUN, one rank
 
-The rank is a process of its own, so that its actor answers while the rank computes, and outlives it: where a rank fails because another was
-lost, its actor keeps the device for the next start. A rank ends with its actor, however that ends.
+The rank is a process of its own, so that its actor answers while the rank computes, and outlives
+it: where a rank fails because another was lost, its actor keeps the device for the next start. A
+rank ends with its actor, however that ends.
 """
 
 import os
@@ -19,19 +21,22 @@ from longshift.cluster.host import core_count
 from longshift.dist.ranks import Started
 from longshift.errors import UsageError
 
-LAST_LINES_S = 2.0  # to read what a rank that has ended has printed: a process that it started may hold its streams open
+# To read what a rank that has ended has printed: a process that it started may hold its streams
+# open.
+LAST_LINES_S = 2.0
 
 
 class RankOutput(NamedTuple):
-    """What a rank has printed since it was last asked: lines, and whether each is for standard error. `code`: its exit code, negative for
-    a signal; None while it runs."""
+    """What a rank has printed since it was last asked: lines, and whether each is for standard
+    error. `code`: its exit code, negative for a signal; None while it runs."""
 
     lines: list[tuple[str, bool]]
     code: int | None
 
 
 class RankActor:
-    """Starts one rank at a time. Its methods are called through Ray, one after another. Mutable: the rank, and what it has printed."""
+    """Starts one rank at a time. Its methods are called through Ray, one after another. Mutable:
+    the rank, and what it has printed."""
 
     def __init__(self) -> None:
         self._lines = SimpleQueue[tuple[str, bool]]()
@@ -39,13 +44,15 @@ class RankActor:
         self._readers: list[Thread] = []
 
     def free_port(self) -> int:
-        """A port of this machine where nobody listens now. It is taken for a moment, without listening."""
+        """A port of this machine where nobody listens now. It is taken for a moment, without
+        listening."""
         with socket.socket() as free:
             free.bind(("", 0))
             return free.getsockname()[1]
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> int:
-        """Start `longshift` with these words in a folder; its process. Raises UsageError where this machine has no such folder."""
+        """Start `longshift` with these words in a folder; its process. Raises UsageError where this
+        machine has no such folder."""
         if not os.path.isdir(folder):
             raise UsageError(f"{socket.gethostname()} has no folder {folder}: all machines of a run need a file system that they share")
         self._rank = None

@@ -3,9 +3,10 @@
     Started   a process of its own for each rank, from a command: with GPUs, as CUDA does not survive a fork
     Seed      a process that imports what ranks need, once, and is forked for each of them
 
-[Note: a seed] Importing torch takes two seconds of a core in each process. The seed is forked before the launcher has read a corpus or
-measured a kernel, so that it has none of the threads that such work leaves (OpenMP's and tokenizers' do not survive a fork), and imports
-while the launcher does that work. Ranks are children of the seed: they end with it, and it ends with the launcher.
+[Note: a seed] Importing torch takes two seconds of a core in each process. The seed is forked
+before the launcher has read a corpus or measured a kernel, so that it has none of the threads that
+such work leaves (OpenMP's and tokenizers' do not survive a fork), and imports while the launcher
+does that work. Ranks are children of the seed: they end with it, and it ends with the launcher.
 """
 
 import gc
@@ -43,7 +44,8 @@ class Ranks(ABC):
         """Wait until another has ended, for so long at the most."""
 
     def send(self, number: signal.Signals, group: bool = False) -> None:
-        """A signal for those that are not known to have ended; `group`: for what they have started, too. A signal handler may call it."""
+        """A signal for those that are not known to have ended; `group`: for what they have started,
+        too. A signal handler may call it."""
         for rank in self.pids.keys() - self.codes().keys():
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
@@ -62,9 +64,9 @@ class Ranks(ABC):
 
 
 class Started(Ranks):
-    """A process for each rank, started by `command`, in sessions of their own. `environments`: what each finds beside this process's;
-    `held`: whether they find SIGINT blocked; `folder`: where they start, `stdout` and `stderr`: open files for what they print, if not those
-    of this process."""
+    """A process for each rank, started by `command`, in sessions of their own. `environments`: what
+    each finds beside this process's; `held`: whether they find SIGINT blocked; `folder`: where they
+    start, `stdout` and `stderr`: open files for what they print, if not those of this process."""
 
     def __init__(
         self,
@@ -96,9 +98,11 @@ class Started(Ranks):
 
 
 class Seed:
-    """A process that is forked for each rank. Make it before this one starts threads; `close` it, or use it as a context manager.
+    """A process that is forked for each rank. Make it before this one starts threads; `close` it,
+    or use it as a context manager.
 
-    `load`: imports what ranks need; `work`: what a rank does with its arguments, in the environment of its place. Mutable: its pipes."""
+    `load`: imports what ranks need; `work`: what a rank does with its arguments, in the environment
+    of its place. Mutable: its pipes."""
 
     def __init__(self, load: Callable[[], object], work: Callable[[Sequence[str]], object]):
         read_orders, self._orders = os.pipe()
@@ -122,7 +126,8 @@ class Seed:
         self.close()
 
     def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], held: bool) -> Ranks:
-        """A process for each rank, of which `Started` says what it finds. A seed starts ranks once."""
+        """A process for each rank, of which `Started` says what it finds. A seed starts ranks
+        once."""
         order = {"arguments": list(arguments), "environments": [dict(environment) for environment in environments], "held": held}
         with suppress(BrokenPipeError):  # it has ended: so have its ranks
             os.write(self._orders, json.dumps(order).encode() + b"\n")
@@ -141,7 +146,8 @@ class Seed:
 
 
 class _Forked(Ranks):
-    """Ranks that a seed has started, of which it tells by a pipe. Where it has ended itself, its ranks were killed."""
+    """Ranks that a seed has started, of which it tells by a pipe. Where it has ended itself, its
+    ranks were killed."""
 
     def __init__(self, events: int, size: int):
         super().__init__({})

@@ -1,13 +1,15 @@
 """A store whose values carry a seal that only the ranks of one run can make.
 
-The ranks of a run meet at a TCPStore on loopback, and any process of the machine can write to that. What ranks find there they believe: where
-a peer listens, why one failed. So each value is kept behind its HMAC-SHA256 under a secret of the run, over key and value:
+The ranks of a run meet at a TCPStore on loopback, and any process of the machine can write to that.
+What ranks find there they believe: where a peer listens, why one failed. So each value is kept
+behind its HMAC-SHA256 under a secret of the run, over key and value:
 
     set(key, value)     TCPStore: key -> HMAC(secret, key, value) | value
     get(key)            the value, where the seal is right; PeerError else
 
-A stranger can still stop a run, by filling the store or counting its counters up, but not lead a rank anywhere. NCCL asks the store from
-threads of its own, to which a store in Python would be a danger: what it finds is not sealed.
+A stranger can still stop a run, by filling the store or counting its counters up, but not lead a
+rank anywhere. NCCL asks the store from threads of its own, to which a store in Python would be a
+danger: what it finds is not sealed.
 """
 
 import hmac
@@ -28,7 +30,8 @@ def new_secret() -> str:
 
 
 class SealedStore(Store):
-    """Another store, through which values go sealed. `get` raises PeerError for a value that was not sealed with this secret."""
+    """Another store, through which values go sealed. `get` raises PeerError for a value that was
+    not sealed with this secret."""
 
     def __init__(self, store: Store, secret: str):
         super().__init__()

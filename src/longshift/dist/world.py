@@ -1,11 +1,14 @@
 """The processes of a run, the device of this one, and groups of them.
 
-A rank's place comes from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). Ranks meet at LONGSHIFT_STORE (host:port, set by
-`longshift train` for workers that it starts, loopback only) or, under torchrun, Slurm or Kubernetes, at MASTER_ADDR and MASTER_PORT.
+A rank's place comes from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). Ranks meet at
+LONGSHIFT_STORE (host:port, set by `longshift train` for workers that it starts, loopback only) or,
+under torchrun, Slurm or Kubernetes, at MASTER_ADDR and MASTER_PORT.
 
-[Note: ranks of a GPU] A GPU has one rank, unless LONGSHIFT_RANKS_PER_GPU says that it may have more: to try NCCL's code on one card, not
-to train. NCCL refuses two ranks on one GPU of one host, and takes the name of the host from NCCL_HOSTID (up to 2.29; NCCL 2.30 has
-NCCL_MULTI_RANK_GPU_ENABLE beside it). So every rank gets a host of its own, and all traffic goes over sockets.
+[Note: ranks of a GPU] A GPU has one rank, unless LONGSHIFT_RANKS_PER_GPU says that it may have
+more: to try NCCL's code on one card, not to train. NCCL refuses two ranks on one GPU of one host,
+and takes the name of the host from NCCL_HOSTID (up to 2.29; NCCL 2.30 has
+NCCL_MULTI_RANK_GPU_ENABLE beside it). So every rank gets a host of its own, and all traffic goes
+over sockets.
 """
 
 import ctypes
@@ -30,15 +33,19 @@ from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
 LARGE = 32 << 20  # bytes, from which on the C library maps memory anew each time
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch reads, the second where there is no first
-ALONE_TIMEOUT = timedelta(days=7)  # for what some ranks do alone, such as the tokens of a large corpus
+# What torch reads, the second where there is no first.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# For what some ranks do alone, such as the tokens of a large corpus.
+ALONE_TIMEOUT = timedelta(days=7)
 RANKS_PER_GPU = "LONGSHIFT_RANKS_PER_GPU"
-# For ranks that share a GPU: no network but sockets, and few blocks of the GPU for a collective, as two ranks take turns there.
+# For ranks that share a GPU: no network but sockets, and few blocks of the GPU for a collective, as
+# two ranks take turns there.
 OF_SHARED_GPUS = (("NCCL_IB_DISABLE", "1"), ("NCCL_NVLS_ENABLE", "0"), ("NCCL_MAX_CTAS", "2"))
 
 
 def launchers_store(timeout: timedelta) -> SealedStore | None:
-    """The store of the launcher that started this rank; None where `longshift train` did not. Raises torch's DistError where it is gone."""
+    """The store of the launcher that started this rank; None where `longshift train` did not.
+    Raises torch's DistError where it is gone."""
     host, _, port = os.environ.get("LONGSHIFT_STORE", "").rpartition(":")
     if not host:
         return None
@@ -46,13 +53,14 @@ def launchers_store(timeout: timedelta) -> SealedStore | None:
 
 
 def stay_on_loopback() -> None:
-    """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback interface."""
+    """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback
+    interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
 
 
 def keep_freed_memory() -> None:
-    """glibc: let the heap keep up to 1 GiB of freed memory, as caching allocators of GPUs do. What goes back to the system costs a page
-    fault for every 4 KiB when it is used again."""
+    """glibc: let the heap keep up to 1 GiB of freed memory, as caching allocators of GPUs do. What
+    goes back to the system costs a page fault for every 4 KiB when it is used again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
@@ -60,20 +68,23 @@ def keep_freed_memory() -> None:
 
 
 def allocator() -> dict[str, str]:
-    """What the environment is to hold before CUDA starts: segments of its allocator grow in place, so that steps of other lengths fit into
-    what is free together. Nothing where a person has set the allocator."""
+    """What the environment is to hold before CUDA starts: segments of its allocator grow in place,
+    so that steps of other lengths fit into what is free together. Nothing where a person has set
+    the allocator."""
     return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def be_deterministic() -> None:
-    """Have torch take kernels that give the same bits every time, and raise where there is none. Before the first use of a GPU."""
+    """Have torch take kernels that give the same bits every time, and raise where there is none.
+    Before the first use of a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks a GPU may have. [Note: ranks of a GPU] Raises UsageError where the environment does not say it in a number."""
+    """How many ranks a GPU may have. [Note: ranks of a GPU] Raises UsageError where the environment
+    does not say it in a number."""
     text = os.environ.get(RANKS_PER_GPU, "1")
     if not text.isdecimal() or int(text) == 0:
         raise UsageError(f"{RANKS_PER_GPU} is {text!r}, and how many ranks a GPU may have is a number, from 1 on")
@@ -81,7 +92,8 @@ def ranks_per_gpu() -> int:
 
 
 def gpu_of(local: int, rank: int) -> torch.device:
-    """The GPU of the rank that has this number on its machine, the only one that it sees. Raises UsageError for a rank too many."""
+    """The GPU of the rank that has this number on its machine, the only one that it sees. Raises
+    UsageError for a rank too many."""
     count = torch.cuda.device_count()
     index = local // ranks_per_gpu()
     if index >= count > 1:
@@ -90,7 +102,8 @@ def gpu_of(local: int, rank: int) -> torch.device:
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank by its place on its machine, or the CPU. Raises UsageError for a rank too many."""
+    """The GPU of this rank by its place on its machine, or the CPU. Raises UsageError for a rank
+    too many."""
     count = torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
@@ -100,7 +113,8 @@ def own_device() -> torch.device:
 
 
 def use_gpu(device: torch.device, rank: int) -> None:
-    """Have this process compute on a GPU, and NCCL know it for a host of its own where GPUs have several ranks. Before NCCL starts."""
+    """Have this process compute on a GPU, and NCCL know it for a host of its own where GPUs have
+    several ranks. Before NCCL starts."""
     torch.cuda.set_device(device)
     if ranks_per_gpu() > 1:
         for name, value in (("NCCL_HOSTID", f"rank{rank}"), *OF_SHARED_GPUS):
@@ -118,8 +132,9 @@ def check_gpus(ranks: int) -> None:
 
 
 class World:
-    """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine; `timeout`: after which
-    a collective of those groups fails. `cores`: how many this process might use when it joined."""
+    """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks
+    on each machine; `timeout`: after which a collective of those groups fails. `cores`: how many
+    this process might use when it joined."""
 
     def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None, timeout: timedelta = TIMEOUT):
         self.rank = rank
@@ -135,8 +150,9 @@ class World:
 
     @classmethod
     def from_environment(cls, timeout_s: float = TIMEOUT.total_seconds()) -> "World":
-        """Join the peers that the environment describes; a collective with them fails after `timeout_s`. Raises PeerError when they cannot
-        be reached, or the launcher's store holds what none of them has written, UsageError without a GPU for this rank where there are
+        """Join the peers that the environment describes; a collective with them fails after
+        `timeout_s`. Raises PeerError when they cannot be reached, or the launcher's store holds
+        what none of them has written, UsageError without a GPU for this rank where there are
         some."""
         keep_freed_memory()
         os.environ.update(allocator())
@@ -173,9 +189,9 @@ class World:
         return cls(0, 1, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
 
     def prepare(self, groups: Iterable[tuple[int, ...]], purpose: str = "") -> None:
-        """Make process groups for these sets of ranks. Every rank of the world calls it with the same sets in the same order, members
-        or not: torch names a group by how many were made before. `purpose` keeps traffic apart that may cross (the two directions of a
-        pipeline)."""
+        """Make process groups for these sets of ranks. Every rank of the world calls it with the
+        same sets in the same order, members or not: torch names a group by how many were made
+        before. `purpose` keeps traffic apart that may cross (the two directions of a pipeline)."""
         for ranks in groups:
             if len(ranks) > 1 and (ranks, purpose) not in self._groups:
                 handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)  # pyright: ignore[reportAssignmentType]
@@ -214,7 +230,8 @@ class World:
         return time.perf_counter()
 
     def wait_for(self, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have come here too, for longer than a collective may take. Every rank calls it with the same ranks."""
+        """Wait until these ranks have come here too, for longer than a collective may take. Every
+        rank calls it with the same ranks."""
         self._waits += 1
         keys = {rank: f"longshift-wait-{self._waits}-{rank}" for rank in ranks}
         if self.size > 1 and self.rank in keys:
@@ -223,7 +240,8 @@ class World:
             _get_default_store().wait(list(keys.values()), ALONE_TIMEOUT)
 
     def agree(self, fault: LongshiftError | None) -> None:
-        """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's elsewhere, of the same class."""
+        """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's
+        elsewhere, of the same class."""
         text = f"{type(fault).__name__} {fault}" if fault else ""
         faults = [rank_text.partition(" ") for rank_text in self.gather_text(text)]
         if fault is not None:
@@ -233,8 +251,8 @@ class World:
                 raise getattr(errors, kind)(message)
 
     def forget(self) -> None:
-        """Take all prepared groups down; collective. A process that tries many layouts should: every gloo group keeps a thread that wakes a
-        hundred times a second."""
+        """Take all prepared groups down; collective. A process that tries many layouts should:
+        every gloo group keeps a thread that wakes a hundred times a second."""
         self.everyone.all_reduce(torch.zeros(1, device=self.device))  # nobody uses them any more
         for group in self._groups.values():
             if group is not None and group.handle is not None:
@@ -243,6 +261,7 @@ class World:
         self._groups.clear()
 
     def close(self) -> None:
-        """After a success only: NCCL waits here for all traffic, and after a failure on this rank some would never end."""
+        """After a success only: NCCL waits here for all traffic, and after a failure on this rank
+        some would never end."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()

@@ -1,10 +1,12 @@
-"""The documents of a step: a pure function of the data, the seed and the cursor, whatever the layout.
+"""The documents of a step: a pure function of the data, the seed and the cursor, whatever the
+layout.
 
     cursor ->  documents in shuffled order, until `tokens_per_step` is reached  -> next cursor
 
-The document that reaches it is included, so nothing is cut or left over; a step goes on until a token is learned. A document's label i is
-token i + 1 of the same source document, where that is learned; the last token has none. So documents that the over-length policy cuts lose
-no label at a cut.
+The document that reaches it is included, so nothing is cut or left over; a step goes on until a
+token is learned. A document's label i is token i + 1 of the same source document, where that is
+learned; the last token has none. So documents that the over-length policy cuts lose no label at a
+cut.
 """
 
 import hashlib
@@ -27,7 +29,8 @@ if TYPE_CHECKING:  # tensors of a pack need no file formats, and no config
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """Tokens that attend to each other, at positions from 0; int64 [tokens] each. Label IGNORE (-100) is no target."""
+    """Tokens that attend to each other, at positions from 0; int64 [tokens] each. Label IGNORE
+    (-100) is no target."""
 
     ids: np.ndarray
     labels: np.ndarray
@@ -35,8 +38,8 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """The documents of one step. `target_tokens` counts their labels, the step's only divisor, and is at least 1. `cursor` is where
-    the step began and `next_cursor` where the next one does."""
+    """The documents of one step. `target_tokens` counts their labels, the step's only divisor, and
+    is at least 1. `cursor` is where the step began and `next_cursor` where the next one does."""
 
     documents: tuple[Document, ...]
     target_tokens: int
@@ -48,11 +51,14 @@ class StepBatch:
         return sum(len(d.ids) for d in self.documents)
 
 
-def document_from_ids(ids: np.ndarray, max_len: int | None = None, learned: np.ndarray | None = None) -> Document:
-    """The first `max_len` tokens of a source document (None: all), each with its next token as label.
+def document_from_ids(
+    ids: np.ndarray, max_len: int | None = None, learned: np.ndarray | None = None
+) -> Document:
+    """The first `max_len` tokens of a source document (None: all), each with its next token as
+    label.
 
-    The label is IGNORE after the source's last token, and where `learned` [tokens] excludes the next token.
-    """
+    The label is IGNORE after the source's last token, and where `learned` [tokens] excludes the
+    next token."""
     n = len(ids) if max_len is None else min(max_len, len(ids))
 
     # The source may go on after the cut, so that the last token kept has a label, too.
@@ -65,10 +71,11 @@ def document_from_ids(ids: np.ndarray, max_len: int | None = None, learned: np.n
 
 
 class Batches:
-    """Every step's documents. Never changes after construction, which costs O(documents); `at` costs only the step itself.
+    """Every step's documents. Never changes after construction, which costs O(documents); `at`
+    costs only the step itself.
 
-    `spans` what is trained on, `order` their order. Two of equal `fingerprint` give the same document at the same cursor: tokens,
-    seed and cuts are equal, whatever `tokens_per_step`.
+    `spans` what is trained on, `order` their order. Two of equal `fingerprint` give the same
+    document at the same cursor: tokens, seed and cuts are equal, whatever `tokens_per_step`.
     """
 
     def __init__(
@@ -84,8 +91,8 @@ class Batches:
         """Documents of at most `max_len` tokens.
 
         `overlong`: the policy for longer documents; None where there are none.
-        `sources`: of the cache, how often each is read. Where they say nothing, a pass is every document once.
-        `held`: the share of documents that is left out, to validate on.
+        `sources`: of the cache, how often each is read. Where they say nothing, a pass is every
+        document once. `held`: the share of documents that is left out, to validate on.
         Raises DataError for documents that are too long without a policy.
         """
         longest = int(cache.lengths.argmax())
@@ -98,10 +105,14 @@ class Batches:
         if held:
             self.spans = self.spans.of(~held_out(self.spans.document, held))
         if not len(self.spans):
-            raise DataError(f"data.overlong: drop leaves nothing: all {len(cache)} documents are longer than max_len: {max_len}")
+            raise DataError(
+                f"data.overlong: drop leaves nothing: all {len(cache)} documents are longer than"
+                f" max_len: {max_len}"
+            )
         self.order = self._mixture(seed, sources) or Order(len(self.spans), seed)
 
-        # Only what is in use is in the fingerprint: a policy without a long document changes nothing.
+        # Only what is in use is in the fingerprint: a policy without a long document changes
+        # nothing.
         description = f"{cache.fingerprint} {seed} "
         if is_too_long:
             description += f"{overlong} {max_len}"
@@ -126,7 +137,8 @@ class Batches:
         )
 
     def _mixture(self, seed: int, sources: "Sequence[TrainSource]") -> Mixture | None:
-        """The order of sources of which some are read more often than others; None if all are read alike."""
+        """The order of sources of which some are read more often than others; None if all are read
+        alike."""
         if all(source.epochs is None and source.weight is None for source in sources):
             return None
         source_of_span = self.cache.source_of[self.spans.document]
@@ -135,7 +147,10 @@ class Batches:
         tokens = np.bincount(source_of_span, weights=span_tokens, minlength=len(sources))
         for source, count in zip(sources, documents):
             if not count:
-                raise DataError(f"data.train: {source.name} gives no document, so it cannot be mixed with others")
+                raise DataError(
+                    f"data.train: {source.name} gives no document, so it cannot be mixed with"
+                    " others"
+                )
         shares = shares_of(
             tokens=tokens.astype(int).tolist(),
             documents=documents.tolist(),
@@ -151,7 +166,8 @@ class Batches:
         return 1.0 if learned is None else learned / int(self.cache.lengths.sum())
 
     def at(self, cursor: int) -> StepBatch:
-        """The step that begins at a global cursor >= 0, which counts documents as cut by the policy. O(1) to seek.
+        """The step that begins at a global cursor >= 0, which counts documents as cut by the
+        policy. O(1) to seek.
 
         Raises DataError where a whole pass has no target.
         """
@@ -168,11 +184,15 @@ class Batches:
 
             # More documents than there are: every one was read, and the loop would never end.
             if not targets and tokens > self._tokens_per_step and len(documents) > len(self.spans):
-                raise DataError("data: no token that is learned is left, since max_len cuts all of them off: raise data.max_len")
+                raise DataError(
+                    "data: no token that is learned is left, since max_len cuts all of them off:"
+                    " raise data.max_len"
+                )
         return StepBatch(tuple(documents), targets, cursor, next_cursor)
 
     def where(self, cursor: int) -> str:
-        """The document at a cursor, as a person finds it: file, line or row, and its tokens where it is a piece."""
+        """The document at a cursor, as a person finds it: file, line or row, and its tokens where
+        it is a piece."""
         document, start, stop = self.spans.item(self.order[cursor])
         is_piece = stop - start < self.cache.lengths[document]
         return self.cache.where(document) + (f", tokens {start} to {stop}" if is_piece else "")
@@ -196,9 +216,11 @@ def _policy_choices(cache: "TokenCache", longest: int, max_len: int) -> str:
     loss = cap_loss(cache.lengths, max_len)
     total = int(cache.lengths.sum())
     return (
-        f"{loss.documents} of {len(cache)} documents are longer than data.max_len: {max_len} tokens; the longest has "
-        f"{cache.lengths[longest]} ({cache.where(longest)}). Say under data what becomes of them, with one of:\n"
-        f"  overlong: split      # {loss.split_pieces} pieces; loses no token, but a piece does not see the one before it\n"
-        f"  overlong: truncate   # loses {loss.truncate_tokens} of {total} tokens ({loss.truncate_tokens / total:.1%})\n"
-        f"  overlong: drop       # loses {loss.drop_tokens} of {total} tokens ({loss.drop_tokens / total:.1%})"
+        f"{loss.documents} of {len(cache)} documents are longer than data.max_len:"
+        f" {max_len} tokens; the longest has {cache.lengths[longest]} ({cache.where(longest)}). Say"
+        " under data what becomes of them, with one of:\n  overlong: split      #"
+        f" {loss.split_pieces} pieces; loses no token, but a piece does not see the one before it\n"
+        f"  overlong: truncate   # loses {loss.truncate_tokens} of {total} tokens"
+        f" ({loss.truncate_tokens / total:.1%})\n  overlong: drop       # loses"
+        f" {loss.drop_tokens} of {total} tokens ({loss.drop_tokens / total:.1%})"
     )

@@ -1,13 +1,16 @@
-"""Records of conversations, and of prompts with completions, to documents of which a part is learned.
+"""Records of conversations, and of prompts with completions,
+to documents of which a part is learned.
 
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+     "tools": [...]}
     {"prompt": "2 + 2 =", "completion": " 4"}       or a list of messages each
 
-Beside messages a record may have `tools`, `documents` and `chat_template_kwargs` for the template, and `system`, a first
-message. A message with `weight` 0, or `train`, `training` or `loss` false, is not learned. Content may be a list of text
-parts; messages may have `from` and `value`, as ShareGPT writes them. Arguments of calls may be objects, or JSON in a
-string, as OpenAI writes them: templates get objects. A field of a message that is null is a field that is not there.
-What else a record holds is counted in `RecordNotes`, unless the template writes it.
+Beside messages a record may have `tools`, `documents` and `chat_template_kwargs` for the template,
+and `system`, a first message. A message with `weight` 0, or `train`, `training` or `loss` false, is
+not learned. Content may be a list of text parts; messages may have `from` and `value`, as ShareGPT
+writes them. Arguments of calls may be objects, or JSON in a string, as OpenAI writes them:
+templates get objects. A field of a message that is null is a field that is not there. What else a
+record holds is counted in `RecordNotes`, unless the template writes it.
 """
 
 import json
@@ -20,12 +23,24 @@ from longshift.documents.template import Chat, Rendered, UnsoundTemplate, check_
 from longshift.documents.template_process import TemplateProcess
 from longshift.errors import did_you_mean
 
-OPTIONAL = ("tools", "system", "chat_template_kwargs", "documents")  # fields beside messages that are read where a record has them
-LEARNED = ("weight", "train", "training", "loss")  # fields of a message that say whether it is learned
+# Fields beside messages that are read where a record has them.
+OPTIONAL = ("tools", "system", "chat_template_kwargs", "documents")
+# Fields of a message that say whether it is learned.
+LEARNED = ("weight", "train", "training", "loss")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _ROLE_ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-_SHAREGPT_ROLES = {name: name for name in _ROLES} | _ROLE_ALIASES | {"observation": "tool", "chatgpt": "assistant"}
-_RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
+_SHAREGPT_ROLES = (
+    {name: name for name in _ROLES}
+    | _ROLE_ALIASES
+    | {"observation": "tool", "chatgpt": "assistant"}
+)
+_RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "strftime_now",
+    "raise_exception",
+)
 
 
 class BadRecord(Exception):
@@ -40,7 +55,8 @@ def conversation(
     day: float,
     notes: RecordNotes,
 ) -> Rendered:
-    """The document of a list of messages. `extra`: fields of `OPTIONAL` by name. Raises BadRecord."""
+    """The document of a list of messages. `extra`: fields of `OPTIONAL` by name.
+    Raises BadRecord."""
     chat = _chat(_messages(messages), extra, day)
     if learn != "all" and not any(message["role"] == "assistant" for message in chat.messages):
         raise BadRecord("no message is of the role assistant, so there is nothing to learn")
@@ -56,7 +72,8 @@ def completed(
     day: float,
     notes: RecordNotes,
 ) -> Rendered:
-    """The document of a prompt and its completion, both text or both messages; the completion is learned. Raises BadRecord."""
+    """The document of a prompt and its completion, both text or both messages; the completion is
+    learned. Raises BadRecord."""
     # 1. Text needs no template.
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
@@ -65,15 +82,24 @@ def completed(
         start = 0 if learn == "all" else len(prompt)
         return Rendered(prompt + completion, ((start, len(prompt) + len(completion)),))
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise BadRecord(f"prompt and completion are both text or both lists of messages, not {_kind(prompt)} and {_kind(completion)}")
+        raise BadRecord(
+            "prompt and completion are both text or both lists of messages, not"
+            f" {_kind(prompt)} and {_kind(completion)}"
+        )
     if template is None:
-        raise BadRecord("messages need a chat template, and none comes with the tokenizer; write data.template: FILE")
+        raise BadRecord(
+            "messages need a chat template, and none comes with the tokenizer; write data.template:"
+            " FILE"
+        )
 
     # 2. Messages are one conversation, whose last turn is the completion.
     prompt_messages = _messages(prompt)
     answer_messages = _messages(completion)
     if [message["role"] for message in answer_messages] != ["assistant"]:
-        raise BadRecord("a completion of messages is one message of the role assistant; write longer ones as messages")
+        raise BadRecord(
+            "a completion of messages is one message of the role assistant; write longer ones as"
+            " messages"
+        )
     chat = _chat(prompt_messages + answer_messages, extra, day)
     return _render(template, chat, "all" if learn == "all" else "last", notes)
 
@@ -87,7 +113,10 @@ def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) 
     first = messages[0]
     has_system_message = first["role"] in ("system", "developer")
     if system and has_system_message and first["content"] != system:
-        raise BadRecord("there is a field system and a message of the role system, and they differ: leave one out")
+        raise BadRecord(
+            "there is a field system and a message of the role system, and they differ: leave"
+            " one out"
+        )
     if system and not has_system_message:
         messages = [{"role": "system", "content": system}, *messages]
 
@@ -96,22 +125,30 @@ def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) 
     if not isinstance(variables, dict):
         raise BadRecord(f"chat_template_kwargs is {_kind(variables)}, where an object is needed")
     if reserved := [name for name in variables if name in _RESERVED_VARIABLES]:
-        raise BadRecord(f"chat_template_kwargs has {reserved[0]}, which the record or the trainer sets")
+        raise BadRecord(
+            f"chat_template_kwargs has {reserved[0]}, which the record or the trainer sets"
+        )
     if "documents" in extra:
         variables = {"documents": _parsed(extra["documents"])} | variables
 
     # 3. Which messages the record says to learn.
     learned = [_is_learned(message, number) for number, message in enumerate(messages, 1)]
-    plain = [{name: value for name, value in message.items() if name not in LEARNED} for message in messages]
+    plain = [
+        {name: value for name, value in message.items() if name not in LEARNED}
+        for message in messages
+    ]
     return Chat(plain, _parsed(extra.get("tools")), variables, day, learned)
 
 
 def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
-    """What a message says of itself: whether it is learned, or None. Raises BadRecord for what cannot be done."""
+    """What a message says of itself: whether it is learned, or None. Raises BadRecord for what
+    cannot be done."""
     flags = {name: message[name] for name in LEARNED if name in message}
     for name, value in flags.items():
         if value not in (0, 1):
-            raise BadRecord(f"message {number}: {name} is {value!r}, where 0 or 1, true or false is needed")
+            raise BadRecord(
+                f"message {number}: {name} is {value!r}, where 0 or 1, true or false is needed"
+            )
     if len({bool(value) for value in flags.values()}) > 1:
         raise BadRecord(f"message {number}: {' and '.join(flags)} do not say the same")
     return next((bool(value) for value in flags.values()), None)
@@ -119,14 +156,17 @@ def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
 
 def _render(template: TemplateProcess, chat: Chat, learn: Learn, notes: RecordNotes) -> Rendered:
     """Render a conversation, and note what no token shows of it. Raises BadRecord."""
-    # Only turns of the assistant can be chosen by message: others are learned with learn: all, and never without.
+    # Only turns of the assistant can be chosen by message: others are learned with learn: all, and
+    # never without.
     for number, (message, is_learned) in enumerate(zip(chat.messages, chat.learned), 1):
         if message["role"] != "assistant" and is_learned is (learn != "all"):
             wish = "is not to be learned, and learn: all learns all"
             if learn != "all":
                 wish = "is to be learned, and only the assistant's are"
             names = " or ".join(LEARNED)
-            raise BadRecord(f"message {number}, of the role {message['role']}, {wish}: leave {names} out of it")
+            raise BadRecord(
+                f"message {number}, of the role {message['role']}, {wish}: leave {names} out of it"
+            )
     try:
         check_unmarked([chat.messages, chat.tools, chat.variables])
         rendered = template.render(chat, learn)
@@ -147,7 +187,9 @@ def _messages(value: object) -> list[dict[str, Any]]:
 def _message(entry: object, number: int) -> dict[str, Any]:
     which = f"message {number}"
     if not isinstance(entry, dict):
-        raise BadRecord(f"{which} is {_kind(entry)}, where an object with role and content is needed")
+        raise BadRecord(
+            f"{which} is {_kind(entry)}, where an object with role and content is needed"
+        )
     message = _rename_fields(_without_null_fields(entry), which)
 
     role = message.get("role")
@@ -169,32 +211,47 @@ def _message(entry: object, number: int) -> dict[str, Any]:
 
 
 def _rename_fields(message: dict[str, Any], which: str) -> dict[str, Any]:
-    """A message whose ShareGPT fields `from` and `value` are `role` and `content`. Raises BadRecord for another speaker."""
+    """A message whose ShareGPT fields `from` and `value` are `role` and `content`. Raises BadRecord
+    for another speaker."""
     if "from" not in message or "role" in message:
         return message
     speaker = message["from"]
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        raise BadRecord(f"{which} is from {speaker!r}{did_you_mean(str(speaker), list(_SHAREGPT_ROLES))}")
+        raise BadRecord(
+            f"{which} is from {speaker!r}{did_you_mean(str(speaker), list(_SHAREGPT_ROLES))}"
+        )
     new_names = {"from": "role", "value": "content"}
-    return {new_names.get(name, name): role if name == "from" else value for name, value in message.items()}
+    return {
+        new_names.get(name, name): role if name == "from" else value
+        for name, value in message.items()
+    }
 
 
 def _join_parts(content: object, which: str) -> str:
-    """The text of a content, which may be a list of text parts. Raises BadRecord for parts of other types."""
+    """The text of a content, which may be a list of text parts.
+    Raises BadRecord for parts of other types."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     objects = [part for part in parts if isinstance(part, dict)]
 
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in parts]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        for part in parts
+    ]
     if isinstance(content, list) and all(isinstance(text, str) for text in texts):
         return "".join(map(str, texts))
 
     media = next((part.get("type") for part in objects if part.get("type", "text") != "text"), None)
     if media is not None:
-        raise BadRecord(f"{which}: content has a part of the type {media!r}; only parts of text are for these models")
-    raise BadRecord(f"{which}: content is {_kind(content)}, where text or a list of text parts is needed")
+        raise BadRecord(
+            f"{which}: content has a part of the type {media!r}; only parts of text are for these"
+            " models"
+        )
+    raise BadRecord(
+        f"{which}: content is {_kind(content)}, where text or a list of text parts is needed"
+    )
 
 
 def _without_null_fields(entry: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""What a file is, by its first bytes and its name: JSON lines, an array, a table, a text; compressed or not.
+"""What a file is, by its first bytes and its name: JSON lines, an array, a table, a text;
+compressed or not.
 
 chats.jsonl.gz     JSON lines, unpacked while they are read: gzip, zstd, bz2, xz
 part-0             parquet, whatever its name, if it begins as parquet does
 train              JSON lines, if its first line is a JSON object and its name has no suffix
-notes.txt          one text; records where the source names a field of them (text:, messages:, prompt:)
+notes.txt          one text; records where the source names a field of them
+                   (text:, messages:, prompt:)
 """
 
 import bz2
@@ -19,12 +21,20 @@ import pyarrow as pa
 
 from longshift.errors import DataError
 
-Format = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "dataset", "python", "function"]
+Format = Literal[
+    "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "dataset", "python", "function"
+]
 
 UTF8_MARK = b"\xef\xbb\xbf"
-UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, pa.ArrowException)  # what damaged files raise
+# What damaged files raise.
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, pa.ArrowException)
 HEAD_BYTES = 1 << 16  # of an unpacked file: its first line, as a rule
-_COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\0": "xz"}
+_COMPRESSIONS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bz2",
+    b"\xfd7zXZ\0": "xz",
+}
 _PACKED_SUFFIXES = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 _BEGINNINGS: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1\0\0": "arrow"}
 _SUFFIXES: dict[str, Format] = {
@@ -47,10 +57,13 @@ _REFUSED = {
 
 
 def open_unpacked(path: str) -> BinaryIO:
-    """The bytes of a file without its compression, seekable only where it has none. Raises one of `UNREADABLE`, later too."""
+    """The bytes of a file without its compression, seekable only where it has none. Raises one of
+    `UNREADABLE`, later too."""
     with open(path, "rb") as file:
         head = file.read(8)
-    compression = next((name for beginning, name in _COMPRESSIONS.items() if head.startswith(beginning)), None)
+    compression = next(
+        (name for beginning, name in _COMPRESSIONS.items() if head.startswith(beginning)), None
+    )
     if compression == "zstd":
         return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(path, "zstd")))
     opener = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open, None: open}[compression]
@@ -63,7 +76,8 @@ def is_compressed(path: str) -> bool:
 
 
 def format_of(path: str, names_field: bool) -> Format:
-    """How a file is read. `names_field`: the source names a field of records, so that a text is none.
+    """How a file is read. `names_field`: the source names a field of records,
+    so that a text is none.
 
     Raises DataError for an archive, and for a text where records are needed.
     """
@@ -80,8 +94,11 @@ def format_of(path: str, names_field: bool) -> Format:
     if head[257:262] == b"ustar":
         raise DataError(f"{path}: is a tar archive: unpack it and name the files in it")
 
-    # 1. Binary tables say so themselves; one that is compressed as a whole cannot be read in pieces.
-    binary: Format | None = next((form for beginning, form in _BEGINNINGS.items() if head.startswith(beginning)), None)
+    # 1. Binary tables say so themselves; one that is compressed as a whole cannot be
+    # read in pieces.
+    binary: Format | None = next(
+        (form for beginning, form in _BEGINNINGS.items() if head.startswith(beginning)), None
+    )
     name = os.path.basename(path).lower()
     while name.endswith(_PACKED_SUFFIXES):
         name = os.path.splitext(name)[0]
@@ -102,14 +119,16 @@ def format_of(path: str, names_field: bool) -> Format:
         return "json"
     if names_field:
         raise DataError(
-            f"{path} is read as one text, and the source names a field of records: JSON lines or an array, CSV, TSV, parquet, or a "
-            "folder of `datasets`; leave format out to learn the file as it is"
+            f"{path} is read as one text, and the source names a field of records: JSON lines or an"
+            " array, CSV, TSV, parquet, or a folder of `datasets`; leave format out to learn the"
+            " file as it is"
         )
     return "text"
 
 
 def begins_with_record(head: bytes) -> bool:
-    """Whether the first line is a JSON object. A line that is longer than the head counts if it begins as one."""
+    """Whether the first line is a JSON object. A line that is longer than the head counts if it
+    begins as one."""
     line, end, _ = head.partition(b"\n")
     if not line.lstrip().startswith(b"{"):
         return False

@@ -1,5 +1,5 @@
-"""Documents of a pack to the tensors of one rank: the tokens that `schedule.sequence` gives to its place in the layout, all at once or by
-chunk.
+"""Documents of a pack to the tensors of one rank: the tokens that `schedule.sequence` gives to its
+place in the layout, all at once or by chunk.
 
     documents of a pack -> a rank's share in host memory -> tensors on its device
                            any thread, ahead of time        the step, where it loads a micro-batch
@@ -24,8 +24,9 @@ from longshift.spec.model import ModelSpec
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's tokens of a pack, or of a chunk of a pack, in host memory: ids, labels and positions, int64 [T] each; and where its runs
-    of tokens begin and the last one ends, int32 [runs + 1]."""
+    """One rank's tokens of a pack, or of a chunk of a pack, in host memory: ids, labels and
+    positions, int64 [T] each; and where its runs of tokens begin and the last one ends, int32 [runs
+    + 1]."""
 
     tokens: np.ndarray | Tensor
     labels: np.ndarray | Tensor
@@ -43,13 +44,16 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class HostPack:
-    """One rank's tokens of a pack in host memory. `chunks` and a share of each where the layout has chunks, else one share."""
+    """One rank's tokens of a pack in host memory. `chunks` and a share of each where the layout has
+    chunks, else one share."""
 
     shares: tuple[Share, ...]
     chunks: tuple[tuple[Run, ...], ...] = ()
 
 
-def host_pack(documents: Sequence[Document], layout: Layout, rank: int, device: torch.device) -> HostPack:
+def host_pack(
+    documents: Sequence[Document], layout: Layout, rank: int, device: torch.device
+) -> HostPack:
     """This rank's share of a pack, in host memory that `device` copies from: pinned for a GPU.
 
     Without documents, it is one token without a target.
@@ -66,11 +70,13 @@ def host_pack(documents: Sequence[Document], layout: Layout, rank: int, device: 
     return HostPack(shares, chunks)
 
 
-def share(documents: Sequence[Document], layout: Layout, rank: int, starts: Sequence[int] | None = None) -> Share:
+def share(
+    documents: Sequence[Document], layout: Layout, rank: int, starts: Sequence[int] | None = None
+) -> Share:
     """This rank's share of a pack.
 
-    Ranks that differ in their cut of the weights alone see the same tokens between `enter` and `leave`, elsewhere a contiguous share of
-    them.
+    Ranks that differ in their cut of the weights alone see the same tokens between `enter` and
+    `leave`, elsewhere a contiguous share of them.
     `starts`: of chunks, where each document begins in the whole document.
     """
     coord = layout.coord(rank)
@@ -99,7 +105,9 @@ def share(documents: Sequence[Document], layout: Layout, rank: int, starts: Sequ
     return Share(tokens[begin:end], labels[begin:end], positions[begin:end], ends, order)
 
 
-def _share_of_chunk(documents: Sequence[Document], runs: Sequence[Run], layout: Layout, rank: int) -> Share:
+def _share_of_chunk(
+    documents: Sequence[Document], runs: Sequence[Run], layout: Layout, rank: int
+) -> Share:
     pieces = list[Document]()
     for run in runs:
         document = documents[run.document]
@@ -109,7 +117,12 @@ def _share_of_chunk(documents: Sequence[Document], runs: Sequence[Run], layout: 
 
 
 def micro_batch(
-    spec: ModelSpec, documents: Sequence[Document], layout: Layout, rank: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    documents: Sequence[Document],
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> MicroBatch:
     """This rank's share of a pack on the device, with the angles of its positions."""
     rank_share = share(documents or [_padding_document()], layout, rank)
@@ -117,7 +130,13 @@ def micro_batch(
 
 
 def placed(
-    spec: ModelSpec, share: Share, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device, angles: bool = True
+    spec: ModelSpec,
+    share: Share,
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    angles: bool = True,
 ) -> MicroBatch:
     """A share on the device. `angles`: whether with those of its positions."""
     tokens_T = _to_device(share.tokens, device)
@@ -127,7 +146,9 @@ def placed(
 
     rotary = {}
     if angles:
-        rotary = {rope: rotary_table(rope, spec.rotary_width, positions_T, dtype) for rope in spec.ropes}
+        rotary = {
+            rope: rotary_table(rope, spec.rotary_width, positions_T, dtype) for rope in spec.ropes
+        }
 
     # Between the weights that are cut a rank has a contiguous slice of the tokens.
     rank_tokens = len(tokens_T) // layout.weight_ranks
@@ -141,15 +162,25 @@ def _to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 
 class ChunkedPack:
-    """A pack in chunks of `layout.chunk` tokens, as one rank sees it. Tokens, labels and positions of all chunks stay; a chunk's angles are
-    made where they are used."""
+    """A pack in chunks of `layout.chunk` tokens, as one rank sees it. Tokens, labels and positions
+    of all chunks stay; a chunk's angles are made where they are used."""
 
-    def __init__(self, spec: ModelSpec, pack: HostPack, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pack: HostPack,
+        layout: Layout,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.spec = spec
         self.layout = layout
         self.dtype = dtype
         self.chunks = pack.chunks
-        self.micros = [placed(spec, share, layout, rank, dtype, device, angles=False) for share in pack.shares]
+        self.micros = [
+            placed(spec, share, layout, rank, dtype, device, angles=False) for share in pack.shares
+        ]
 
     def __len__(self) -> int:
         return len(self.chunks)

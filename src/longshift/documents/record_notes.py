@@ -1,7 +1,8 @@
 """What a record holds and neither tokens nor mask show, counted, to be said once a source.
 
-A template is a program: whether it writes a field is found by asking it. A text of some length must stand in what is written. Anything
-else, such as a name or a number, is changed, and the template is run again: what then writes the same has not read it. The
+A template is a program: whether it writes a field is found by asking it. A text of some length must
+stand in what is written. Anything else, such as a name or a number, is changed, and the template is
+run again: what then writes the same has not read it. The
 answer is kept for each role and field, of so many fields as a person might have named.
 """
 
@@ -15,7 +16,9 @@ from longshift.documents.template_process import TemplateProcess
 
 UNREAD = "not read"
 UNWRITTEN = "not written by the chat template"
-UNKNOWN = "not known to be written by the chat template, as there are too many names to ask it of each"
+UNKNOWN = (
+    "not known to be written by the chat template, as there are too many names to ask it of each"
+)
 _MAX_FIELDS = 200  # of which a template is asked, a rendering each
 _LONG_CHARACTERS = 12  # without blanks: a text of so many does not stand elsewhere by chance
 _OPAQUE_FIELDS = ("arguments", "parameters")  # what is in them has no names that a template knows
@@ -23,7 +26,8 @@ _SENTINEL = "longshift0sentinel"
 
 
 class Leaf(NamedTuple):
-    """A text, number or truth of a message. `field`: its name without indices; `path`: keys and indices that lead to it."""
+    """A text, number or truth of a message. `field`: its name without indices; `path`: keys and
+    indices that lead to it."""
 
     field: str
     path: tuple[str | int, ...]
@@ -43,10 +47,16 @@ class RecordNotes:
         self.counts.update((UNREAD, field) for field in fields)
 
     def add_text_of_records(self, name: str) -> None:
-        self.counts["read as one text, though its first line is a JSON object (name a field to read records)", name] += 1
+        self.counts[
+            "read as one text, though its first line is a JSON object (name a field to read"
+            " records)",
+            name,
+        ] += 1
 
     def add_unlearned(self) -> None:
-        self.counts["nothing is learned of", "conversations whose turns are all marked as not to learn"] += 1
+        self.counts[
+            "nothing is learned of", "conversations whose turns are all marked as not to learn"
+        ] += 1
 
     def add_unwritten(self, chat: Chat, text: str) -> None:
         """Count the fields of a conversation that do not show in its text."""
@@ -72,7 +82,9 @@ class RecordNotes:
 
         # 3. Variables that the template does not read.
         if self.template is not None:
-            self.counts.update((UNWRITTEN, name) for name in chat.variables if name not in self.template.variables)
+            self.counts.update(
+                (UNWRITTEN, name) for name in chat.variables if name not in self.template.variables
+            )
 
     def _tool_faults(self, chat: Chat, squeezed: str, text: str) -> set[tuple[str, str]]:
         """Kind and field of what does not show of the tools."""
@@ -91,11 +103,19 @@ class RecordNotes:
             by_kind.setdefault(kind, []).append(f"{field} ({count:,})")
         return [f"{kind}: {', '.join(fields)}" for kind, fields in by_kind.items()]
 
-    def _fault(self, chat: Chat, squeezed: str, text: str, place: tuple[str | int, ...], leaf: Leaf, role: str) -> str:
+    def _fault(
+        self,
+        chat: Chat,
+        squeezed: str,
+        text: str,
+        place: tuple[str | int, ...],
+        leaf: Leaf,
+        role: str,
+    ) -> str:
         """UNWRITTEN or UNKNOWN; empty where the value shows in the text.
 
-        `squeezed`: the text without blanks; `place`: keys and indices that lead to the leaf's message, or to the tools.
-        """
+        `squeezed`: the text without blanks; `place`: keys and indices that lead to the leaf's
+        message, or to the tools."""
         if isinstance(leaf.value, str):
             value = _squeeze(leaf.value)
             if not value:
@@ -104,7 +124,8 @@ class RecordNotes:
                 is_written = any(_squeeze(form) in squeezed for form in _forms(leaf.value))
                 return "" if is_written else UNWRITTEN
 
-        # A short value may stand elsewhere by chance, so the template is asked, once for each field.
+        # A short value may stand elsewhere by chance, so the template is asked, once for each
+        # field.
         key = f"{role} {leaf.field}"
         if key not in self._is_written:
             if len(self._is_written) >= _MAX_FIELDS:
@@ -115,7 +136,9 @@ class RecordNotes:
     def _changes(self, chat: Chat, text: str, path: tuple[str | int, ...]) -> bool:
         """Whether another value at a place of the conversation gives another text."""
         assert self.template is not None
-        fields = _replace_leaf({"messages": list(chat.messages), "tools": chat.tools}, path, _SENTINEL)
+        fields = _replace_leaf(
+            {"messages": list(chat.messages), "tools": chat.tools}, path, _SENTINEL
+        )
         changed_chat = chat._replace(messages=fields["messages"], tools=fields["tools"])
         try:
             return self.template.write(changed_chat) != text

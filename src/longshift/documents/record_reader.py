@@ -1,8 +1,9 @@
-"""Records of a file, one by one, each with its place: JSON lines and arrays, CSV and TSV, parquet, Arrow, folders of `datasets`.
+"""Records of a file, one by one, each with its place: JSON lines and arrays, CSV and TSV, parquet,
+Arrow, folders of `datasets`.
 
-A fault names the file and, as far as the format has them, line or row and byte. In tables every row has every field, so
-that what is null there was not written: such fields are left out, also inside structs. JSON says null where it means it.
-"""
+A fault names the file and, as far as the format has them, line or row and byte. In tables every row
+has every field, so that what is null there was not written: such fields are left out, also inside
+structs. JSON says null where it means it."""
 
 import csv
 import json
@@ -24,15 +25,16 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of records are read: all of `needed`, and of `optional` those that are there. `nested`: they may hold more
-    than strings."""
+    """Which fields of records are read: all of `needed`, and of `optional` those that are there.
+    `nested`: they may hold more than strings."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
     nested: bool
 
     def read_from(self, names: Sequence[str], where: str) -> list[str]:
-        """The fields to read of a record with these `names`. Raises DataError where one is not there, or is there twice."""
+        """The fields to read of a record with these `names`. Raises DataError where one is not
+        there, or is there twice."""
         for field in self.needed:
             if field not in names:
                 raise DataError(f"{where}: {_no_field(field, names)}")
@@ -45,7 +47,8 @@ class Fields:
 
 
 class Record(NamedTuple):
-    """Fields by name; `where`: file and line or row; `byte`: ", byte N" where it is known; `unread`: names of fields that no one reads."""
+    """Fields by name; `where`: file and line or row; `byte`: ", byte N" where it is known;
+    `unread`: names of fields that no one reads."""
 
     fields: dict[str, Any]
     where: str
@@ -54,7 +57,8 @@ class Record(NamedTuple):
 
 
 def read_records(path: str, form: Format, fields: Fields) -> Iterator[Record]:
-    """The records of a file, in its order. Raises DataError, and what `file_kind.UNREADABLE` lists."""
+    """The records of a file, in its order. Raises DataError, and what `file_kind.UNREADABLE`
+    lists."""
     if form == "jsonl":
         yield from _read_lines(path, fields)
     elif form == "json":
@@ -83,7 +87,10 @@ def _lines(path: str) -> Iterator[tuple[int, int, bytes]]:
         lines = iter(lambda: file.readline(_LINE_LIMIT_BYTES + 1), b"")
         for number, line in enumerate(lines, 1):
             if len(line) > _LINE_LIMIT_BYTES:
-                reason = f"the line is longer than {_LINE_LIMIT_BYTES} bytes; is this a file of JSON lines?"
+                reason = (
+                    f"the line is longer than {_LINE_LIMIT_BYTES} bytes; is this a file of JSON"
+                    " lines?"
+                )
                 raise DataError(f"{path}, line {number}, byte {offset}: {reason}")
             yield number, offset, line.removeprefix(UTF8_MARK) if number == 1 else line
             offset += len(line)
@@ -96,7 +103,9 @@ def _decode(line: bytes, where: str, offset: int) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         byte = offset + error.start
-        raise DataError(f"{where}, byte {byte}: not UTF-8: {error.reason} (0x{line[error.start]:02x})") from None
+        raise DataError(
+            f"{where}, byte {byte}: not UTF-8: {error.reason} (0x{line[error.start]:02x})"
+        ) from None
 
 
 def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
@@ -107,20 +116,27 @@ def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
         byte = f", byte {offset}"
         if not line.strip():
             if blank_error is None:
-                blank_error = DataError(f'{where}{byte}: the line is empty; each line is one JSON object such as {{"text": "..."}}')
+                blank_error = DataError(
+                    f"{where}{byte}: the line is empty; each line is one JSON object such as"
+                    ' {"text": "..."}'
+                )
             continue
-        if blank_error:  # an empty line is read over at the end alone: elsewhere a record may be lost
+        # An empty line is read over at the end alone: elsewhere a record may be lost.
+        if blank_error:
             raise blank_error
         text = _decode(line, where, offset).rstrip("\r\n")
         values = _parse_json(text, where, offset)
-        yield _record(_checked_object(values, where + byte, "one object a line"), fields, where, byte)
+        yield _record(
+            _checked_object(values, where + byte, "one object a line"), fields, where, byte
+        )
         records += 1
     if blank_error and not records:
         raise blank_error
 
 
 def _parse_json(text: str, where: str, offset: int | None) -> Any:
-    """What JSON says. `offset`: of the text's first byte where it is a line of a file; else it is the whole file."""
+    """What JSON says. `offset`: of the text's first byte where it is a line of a file; else it is
+    the whole file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -135,7 +151,10 @@ def _parse_json(text: str, where: str, offset: int | None) -> Any:
 
 def _checked_object(value: object, place: str, needed: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f'{place}: a JSON {type(value).__name__}, where {needed} is needed, such as {{"text": "..."}}')
+        raise DataError(
+            f'{place}: a JSON {type(value).__name__}, where {needed} is needed, such as {{"text":'
+            ' "..."}'
+        )
     return value
 
 
@@ -150,13 +169,18 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
     with open_unpacked(path) as file:
         data = file.read(_LINE_LIMIT_BYTES + 1)
     if len(data) > _LINE_LIMIT_BYTES:
-        raise DataError(f"{path}: has more than {_LINE_LIMIT_BYTES} bytes; write such an array as JSON lines")
+        raise DataError(
+            f"{path}: has more than {_LINE_LIMIT_BYTES} bytes; write such an array as JSON lines"
+        )
     text = _decode(data.removeprefix(UTF8_MARK), path, 0)
     entries = _parse_json(text, path, None)
     if isinstance(entries, dict):
         lists = [name for name, value in entries.items() if isinstance(value, list)]
         hint = f", such as what is in {lists[0]!r}" if lists else ""
-        raise DataError(f"{path}: holds one JSON object; records are an array of objects{hint}, or one object a line")
+        raise DataError(
+            f"{path}: holds one JSON object; records are an array of objects{hint}, or one object a"
+            " line"
+        )
     if not isinstance(entries, list) or not entries:
         kind = "an empty array" if entries == [] else type(entries).__name__
         raise DataError(f"{path}: holds {kind}, where an array of objects is needed")
@@ -168,7 +192,9 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
 def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Record]:
     """Rows of CSV or TSV below a line of names; a quoted field may hold line breaks."""
     csv.field_size_limit(_LINE_LIMIT_BYTES)
-    lines = (_decode(line, f"{path}, line {number}", offset) for number, offset, line in _lines(path))
+    lines = (
+        _decode(line, f"{path}, line {number}", offset) for number, offset, line in _lines(path)
+    )
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = None
     records = 0
@@ -190,7 +216,9 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
             unread = tuple(name for name in names if name not in selected)
         elif values:
             if len(values) != len(names):
-                raise DataError(f"{where}: {len(values)} fields, where the first line names {len(names)}")
+                raise DataError(
+                    f"{where}: {len(values)} fields, where the first line names {len(names)}"
+                )
             yield Record(dict(zip(names, values)), where, "", unread)
             records += 1
     if not records:
@@ -220,7 +248,9 @@ def _read_dataset(path: str, fields: Fields) -> Iterator[Record]:
         names = [state.parent.name for state in folder.glob("*/state.json")]
         splits = sorted(names, key=lambda name: (name != "train", name))  # train first
         name = splits[0] if splits else "train"
-        raise DataError(f"{path}: holds splits ({', '.join(splits)}); name one, as in path: {path}/{name}")
+        raise DataError(
+            f"{path}: holds splits ({', '.join(splits)}); name one, as in path: {path}/{name}"
+        )
     streams = [folder / name for name in _stream_names(folder / "state.json")]
     yield from _read_streams(path, streams, fields)
 
@@ -230,11 +260,22 @@ def _stream_names(state: Path) -> list[str]:
     try:
         names = [part["filename"] for part in json.loads(state.read_bytes())["_data_files"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{state}: _data_files does not name the files of a dataset: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{state}: _data_files does not name the files of a dataset: {type(error).__name__}:"
+            f" {error}"
+        ) from error
     for name in names:
         # A name that leads out of the folder would read files of the machine.
-        if not isinstance(name, str) or not name or name.startswith(".") or "\0" in name or Path(name).name != name:
-            raise DataError(f"{state}: _data_files: {shown(name)} is no name of a file in the folder")
+        if (
+            not isinstance(name, str)
+            or not name
+            or name.startswith(".")
+            or "\0" in name
+            or Path(name).name != name
+        ):
+            raise DataError(
+                f"{state}: _data_files: {shown(name)} is no name of a file in the folder"
+            )
     return names
 
 
@@ -252,7 +293,9 @@ def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterato
         raise DataError(f"{path}: there are no rows")
 
 
-def _read_batches(path: str, names: Sequence[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0) -> Iterator[Record]:
+def _read_batches(
+    path: str, names: Sequence[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0
+) -> Iterator[Record]:
     """Rows from number `row` on, of the columns that are read of these `names`."""
     selected = fields.read_from(names, path)
     unread = tuple(name for name in names if name not in selected)
@@ -261,7 +304,9 @@ def _read_batches(path: str, names: Sequence[str], fields: Fields, batches: Iter
         # In slices, as a batch may be a whole file, and Python objects are many times as large.
         for begin in range(0, len(batch), _ROWS):
             part = batch.select(selected).slice(begin, _ROWS)
-            columns = {name: _values(path, fields, name, part.column(name), row) for name in selected}
+            columns = {
+                name: _values(path, fields, name, part.column(name), row) for name in selected
+            }
             for index in range(len(part)):
                 record = {name: _without_nulls(values[index]) for name, values in columns.items()}
                 yield Record(record, f"{path}, row {row}", "", unread)
@@ -278,7 +323,9 @@ def _values(path: str, fields: Fields, name: str, column: pa.Array, row: int) ->
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
     kind = column.type
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    is_text = (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
 
     # Offsets of a damaged file would end the process when they are read.
     try:
@@ -288,10 +335,14 @@ def _values(path: str, fields: Fields, name: str, column: pa.Array, row: int) ->
         if index is None:
             raise
         # Of a nested column, the index counts strings, not rows.
-        where = f"row {row + int(index[1])}" if is_text else f"rows {row} to {row + len(column) - 1}"
+        where = (
+            f"row {row + int(index[1])}" if is_text else f"rows {row} to {row + len(column) - 1}"
+        )
         raise DataError(f"{path}, {where}: {name!r} is not UTF-8") from None
     if not is_text and not fields.nested:
-        raise DataError(f"{path}, row {row}: {name!r} holds {column.type}, where a string is needed")
+        raise DataError(
+            f"{path}, row {row}: {name!r} holds {column.type}, where a string is needed"
+        )
     return column.to_pylist()
 
 
@@ -302,8 +353,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _no_field(field: str, names: Sequence[str]) -> str:
-    """Message: a record with these `names` has no such field, and what the source may have meant."""
-    chats = [name for name in names if name in ("messages", "conversation", "conversations", "chat")]
+    """Message: a record with these `names` has no such field, and what the source may have
+    meant."""
+    chats = [
+        name for name in names if name in ("messages", "conversation", "conversations", "chat")
+    ]
     texts = nearest(field, names) or (names if len(names) == 1 else [])
     if {"prompt", "completion"} <= set(names):
         hint = "; did you mean format: {prompt: prompt, completion: completion}?"
@@ -313,4 +367,7 @@ def _no_field(field: str, names: Sequence[str]) -> str:
         hint = f"; did you mean format: {{text: {texts[0]}}}?"
     else:
         hint = ""
-    return f"there is no field {field!r} (data.train), only {', '.join(map(repr, names)) or 'none'}{hint}"
+    return (
+        f"there is no field {field!r} (data.train), only"
+        f" {', '.join(map(repr, names)) or 'none'}{hint}"
+    )

@@ -1,9 +1,13 @@
-"""Files to documents: records of many formats, plain texts, the standard library's own sources, and what a person's function returns.
+"""Files to documents: records of many formats, plain texts, the standard library's own sources, and
+what a person's function returns.
 
-A text is exactly what the file holds: nothing is stripped, joined or normalized but a byte order mark. What cannot be read
-stops with a DataError that names the file and its place. Records may hold conversations, or prompts and completions, of which a part is
-learned (`chat.py`). What a record holds and no token shows is counted in `RecordNotes`. Only `corpus: python` skips: the
-library has files that are not UTF-8 on purpose and files that are empty; each is reported as Skipped.
+A text is exactly what the file holds: nothing is stripped, joined or normalized but a byte order
+mark. What cannot be read
+stops with a DataError that names the file and its place. Records may hold conversations, or prompts
+and completions, of which a part is learned (`chat.py`). What a record holds and no token shows is
+counted in `RecordNotes`. Only `corpus: python` skips: the
+library has files that are not UTF-8 on purpose and files that are empty; each is reported as
+Skipped.
 """
 
 import glob
@@ -16,7 +20,15 @@ from pathlib import Path
 
 from longshift.config_parts import Learn, Source
 from longshift.documents.chat import OPTIONAL, BadRecord, completed, conversation
-from longshift.documents.file_kind import HEAD_BYTES, UNREADABLE, UTF8_MARK, Format, begins_with_record, format_of, open_unpacked
+from longshift.documents.file_kind import (
+    HEAD_BYTES,
+    UNREADABLE,
+    UTF8_MARK,
+    Format,
+    begins_with_record,
+    format_of,
+    open_unpacked,
+)
 from longshift.documents.function_reader import KEY, TokenIds, read_items
 from longshift.documents.record_notes import RecordNotes
 from longshift.documents.record_reader import Fields, Record, read_records
@@ -38,9 +50,9 @@ class File:
 
     `path`: of a function, "module:name"; then `digest` is of its module's source file, whole.
     `fields`: of a record, what makes a document: a text, messages, or a prompt and a completion.
-    `learn`: what of it is learned, None for a text; of a function, what is learned of its conversations.
-    `size_bytes`, `mtime_ns`, `digest` (SHA-256 of its first, last and some more blocks) tell whether it has changed.
-    """
+    `learn`: what of it is learned, None for a text; of a function, what is learned of its
+    conversations. `size_bytes`, `mtime_ns`, `digest` (SHA-256 of its first, last and some more
+    blocks) tell whether it has changed."""
 
     path: str
     format: Format
@@ -53,8 +65,9 @@ class File:
 
 @dataclass(frozen=True)
 class Text:
-    """One document; `where` is its file and line or row. `learned`: the characters that are targets, None for all of them; `rendered`:
-    whether a template has written all special tokens into the text."""
+    """One document; `where` is its file and line or row. `learned`: the characters that are
+    targets, None for all of them; `rendered`: whether a template has written all special tokens
+    into the text."""
 
     text: str
     where: str
@@ -71,10 +84,11 @@ class Skipped:
 
 
 def files(source: Source) -> tuple[File, ...]:
-    """The files of a source, sorted by path; `*`, `?`, `[...]` and `**` in it mean what they do in a shell.
+    """The files of a source, sorted by path; `*`, `?`, `[...]` and `**` in it mean what they do in
+    a shell.
 
-    Raises DataError when there are none, naming what does exist. Raises it, too, for a match that is neither a file nor a folder on
-    the way to one: nothing is left out silently.
+    Raises DataError when there are none, naming what does exist. Raises it, too, for a match that
+    is neither a file nor a folder on the way to one: nothing is left out silently.
     """
     if source.python is not None:
         return (_function(source.python, source.learn),)
@@ -89,21 +103,31 @@ def files(source: Source) -> tuple[File, ...]:
         raise DataError(_why_no_file(source.path, pattern, matches))
     for path in sorted(set(matches) - set(paths)):
         if not os.path.isdir(path):
-            raise DataError(f"{path} is no file that can be read (a link to nothing, or a device): remove it, or name others")
+            raise DataError(
+                f"{path} is no file that can be read (a link to nothing, or a device): remove it,"
+                " or name others"
+            )
         if "**" not in pattern:
             contents = f"{source.path.rstrip('*')}**/*"
-            raise DataError(f"{path} is a folder; to read what is in it, write path: {contents}, else one that leaves it out")
+            raise DataError(
+                f"{path} is a folder; to read what is in it, write path: {contents}, else one that"
+                " leaves it out"
+            )
 
     learn = source.learn if source.format.is_masked else None
     fields = source.format.fields
-    return tuple(_file(path, format_of(path, bool(fields)), fields or ("text",), learn) for path in paths)
+    return tuple(
+        _file(path, format_of(path, bool(fields)), fields or ("text",), learn) for path in paths
+    )
 
 
-def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None) -> Iterator[Text | TokenIds | Skipped]:
+def read(
+    file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None
+) -> Iterator[Text | TokenIds | Skipped]:
     """The documents of a file, in its order; `template` is for conversations.
 
-    Counts in `notes` what no token shows. Raises DataError at the first document that is bad: nothing after it is read.
-    """
+    Counts in `notes` what no token shows. Raises DataError at the first document that is bad:
+    nothing after it is read."""
     notes = RecordNotes(template) if notes is None else notes
     try:
         if file.format == "text":
@@ -113,7 +137,9 @@ def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes
         elif file.format == "function":
             yield from _read_function(file, template, notes)
         else:
-            fields = Fields(file.fields, OPTIONAL if file.learn else (), nested=file.learn is not None)
+            fields = Fields(
+                file.fields, OPTIONAL if file.learn else (), nested=file.learn is not None
+            )
             for record in read_records(file.path, file.format, fields):
                 notes.add_unread(record.unread)
                 yield _document(file, record, template, notes)
@@ -125,7 +151,9 @@ def unchanged(file: File) -> bool:
     """Whether a file still has the size, time and blocks that it had when it was listed."""
     if file.format == "function":
         return file.learn is not None and _function(file.path, file.learn) == file
-    return os.path.exists(file.path) and _file(file.path, file.format, file.fields, file.learn) == file
+    return (
+        os.path.exists(file.path) and _file(file.path, file.format, file.fields, file.learn) == file
+    )
 
 
 # Finding files
@@ -136,8 +164,13 @@ def _library() -> list[str]:
     root = sysconfig.get_path("stdlib")
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # in place: os.walk leaves these out
-        paths += [os.path.join(folder, name) for name in names if name.endswith(".py") and name not in _NOT_LIBRARY]
+        # In place: os.walk leaves these out.
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
+        paths += [
+            os.path.join(folder, name)
+            for name in names
+            if name.endswith(".py") and name not in _NOT_LIBRARY
+        ]
     return sorted(paths, key=lambda path: Path(os.path.relpath(path, root)).as_posix())
 
 
@@ -168,14 +201,16 @@ def _file(path: str, form: Format, fields: tuple[str, ...], learn: Learn | None)
 
 
 def _function(text: str, learn: Learn) -> File:
-    """A function that returns documents, with what tells whether its module has changed. Raises UsageError where there is none."""
+    """A function that returns documents, with what tells whether its module has changed. Raises
+    UsageError where there is none."""
     source, digest = source_digest(text, KEY)
     stat = source.stat()
     return File(text, "function", (), learn, stat.st_size, stat.st_mtime_ns, digest)
 
 
 def _add_blocks(digest: "hashlib._Hash", path: Path, size: int) -> None:
-    """Digest the first and the last block of a file, and some between: times alone miss what `cp -p` or `rsync` has replaced."""
+    """Digest the first and the last block of a file, and some between: times alone miss what `cp
+    -p` or `rsync` has replaced."""
     step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
     last_begin = max(0, size - _BLOCK_BYTES)
     begins = sorted({*range(0, size, step), last_begin})
@@ -188,9 +223,14 @@ def _add_blocks(digest: "hashlib._Hash", path: Path, size: int) -> None:
 def _why_no_file(path: str, pattern: str, matches: Sequence[str]) -> str:
     """Why a path gives no file: it names folders, or something on the way to it does not exist."""
     if matches and not os.path.isdir(matches[0]):
-        return f"{matches[0]} is no file that can be read: it is a link to nothing, a pipe or a device"
+        return (
+            f"{matches[0]} is no file that can be read: it is a link to nothing, a pipe or a device"
+        )
     if matches:
-        return f"{path} is a folder, and not one of `datasets`; to read the files in it, write path: {matches[0].rstrip('/')}/**/*"
+        return (
+            f"{path} is a folder, and not one of `datasets`; to read the files in it, write path:"
+            f" {matches[0].rstrip('/')}/**/*"
+        )
 
     # Go up to what exists; `missing` is the first name below it that does not.
     parent = Path(pattern)
@@ -215,7 +255,9 @@ def _why_no_file(path: str, pattern: str, matches: Sequence[str]) -> str:
 # Documents
 
 
-def _document(file: File, record: Record, template: TemplateProcess | None, notes: RecordNotes) -> Text:
+def _document(
+    file: File, record: Record, template: TemplateProcess | None, notes: RecordNotes
+) -> Text:
     """The document of a record. Raises DataError for one that is none."""
     first, *rest = (record.fields[field] for field in file.fields)
     if file.learn is None:
@@ -260,7 +302,9 @@ def _read_python(file: File) -> Iterator[Text | Skipped]:
         yield Skipped(file.path, "not UTF-8")
 
 
-def _read_function(file: File, template: TemplateProcess | None, notes: RecordNotes) -> Iterator[Text | TokenIds]:
+def _read_function(
+    file: File, template: TemplateProcess | None, notes: RecordNotes
+) -> Iterator[Text | TokenIds]:
     for item in read_items(file.path, file.digest):
         if isinstance(item, TokenIds):
             yield item
@@ -268,8 +312,15 @@ def _read_function(file: File, template: TemplateProcess | None, notes: RecordNo
         notes.add_unread(item.unread)
         is_chat = "messages" in item.fields
         if is_chat and template is None:
-            raise DataError(f"{item.where}: messages need a chat template, and none comes with the tokenizer; write data.template: FILE")
-        document = replace(file, fields=("messages",)) if is_chat else replace(file, fields=("text",), learn=None)
+            raise DataError(
+                f"{item.where}: messages need a chat template, and none comes with the tokenizer;"
+                " write data.template: FILE"
+            )
+        document = (
+            replace(file, fields=("messages",))
+            if is_chat
+            else replace(file, fields=("text",), learn=None)
+        )
         yield _document(document, item, template, notes)
 
 
@@ -277,11 +328,15 @@ def _text(value: object, where: str, field: str, byte: str = "") -> Text:
     """A document, if the value is a string that can be one. `byte`: of the record, for messages."""
     place = where + byte
     if not isinstance(value, str):
-        raise DataError(f"{place}: {field!r} holds {type(value).__name__}, where a string is needed")
+        raise DataError(
+            f"{place}: {field!r} holds {type(value).__name__}, where a string is needed"
+        )
     if not value:
         raise DataError(f"{place}: {field!r} is empty")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: character {error.start} of {field!r} is half of a surrogate pair, no Unicode") from None
+        raise DataError(
+            f"{place}: character {error.start} of {field!r} is half of a surrogate pair, no Unicode"
+        ) from None
     return Text(value, where)

@@ -1,16 +1,19 @@
-r"""Chat templates: the messages of a conversation to the text that a model reads, and which characters of it the assistant says.
+r"""Chat templates: the messages of a conversation to the text that a model reads, and which
+characters of it the assistant says.
 
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
                                                          ^^^^^^^^^^^^^^^ targets
 
-A template is a Jinja program that comes with a tokenizer: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. It runs in
-Jinja's sandbox. What the assistant says is found in one of two ways:
+A template is a Jinja program that comes with a tokenizer: `chat_template.jinja`, or `chat_template`
+in `tokenizer_config.json`. It runs in Jinja's sandbox. What the assistant says is found in one of
+two ways:
 
 markers    The template marks it: `{% generation %} ... {% endgeneration %}`, as in `transformers`.
-prefixes   The conversation up to a turn of the assistant, with the prompt that asks for it, begins the conversation with that turn;
-           what comes after it is the turn, to the special token that ends it, such as <|im_end|>. Where it does not, the turn begins
-           with its content. A template that writes a turn otherwise once others follow (it drops earlier thoughts, say) is refused:
-           what would be learned is not what is said.
+prefixes   The conversation up to a turn of the assistant, with the prompt that asks for it, begins
+           the conversation with that turn; what comes after it is the turn, to the special token
+           that ends it, such as <|im_end|>. Where it does not, the turn begins with its content. A
+           template that writes a turn otherwise once others follow (it drops earlier thoughts, say)
+           is refused: what would be learned is not what is said.
 """
 
 import json
@@ -45,9 +48,10 @@ _PLACEHOLDER = "\ufdd2"
 
 
 class Chat(NamedTuple):
-    """A conversation for a template. `tools`: functions that the model may call; `variables`: more that the template may read, by name;
-    `day`, in seconds since 1970, is what it takes for now, as tokens must not depend on the day that they are made; `learned`: of each
-    message, whether the record says to learn it, or not, or neither (None)."""
+    """A conversation for a template. `tools`: functions that the model may call; `variables`: more
+    that the template may read, by name; `day`, in seconds since 1970, is what it takes for now, as
+    tokens must not depend on the day that they are made; `learned`: of each message, whether the
+    record says to learn it, or not, or neither (None)."""
 
     messages: Sequence[Message]
     tools: Any = None
@@ -69,8 +73,8 @@ class UnsoundTemplate(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template. `source`: the program; `where`: its file; `names`: special tokens by name, such as `bos_token`; `special`: all
-    special tokens of the tokenizer."""
+    """A chat template. `source`: the program; `where`: its file; `names`: special tokens by name,
+    such as `bos_token`; `special`: all special tokens of the tokenizer."""
 
     source: str
     where: str
@@ -93,7 +97,10 @@ class ChatTemplate:
         try:
             return self._environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as fault:
-            raise DataError(f"{self.where}, line {fault.lineno}: not a chat template that can be read: {fault.message}") from None
+            raise DataError(
+                f"{self.where}, line {fault.lineno}: not a chat template that can be read:"
+                f" {fault.message}"
+            ) from None
 
     def list_variables(self) -> list[str]:
         """Names that the program reads and does not set itself."""
@@ -109,7 +116,9 @@ class ChatTemplate:
         `learn`: all that the assistant says, its last turn, or everything.
         Raises UnsoundTemplate, also for what the template itself refuses.
         """
-        turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        turns = [
+            number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
+        ]
         excluded = {number for number in turns if chat.learned and chat.learned[number] is False}
         text, marks = _unmarked(self._write(chat))
         if learn == "all" and not excluded:
@@ -138,12 +147,16 @@ class ChatTemplate:
             if number in excluded:
                 continue
             if not spans[number]:
-                raise UnsoundTemplate(f"the chat template ({self.where}) marks nothing in turn {number + 1}, of the assistant")
+                raise UnsoundTemplate(
+                    f"the chat template ({self.where}) marks nothing in turn {number + 1}, of the"
+                    " assistant"
+                )
             learned += spans[number]
         return Rendered(text, tuple(learned))
 
     def turn_end(self) -> str | None:
-        """The special token that ends what is learned of a turn; None where none does, or the template refuses a short conversation."""
+        """The special token that ends what is learned of a turn; None where none does, or the
+        template refuses a short conversation."""
         chat = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         try:
             rendered = self.render(chat, "last")
@@ -156,7 +169,8 @@ class ChatTemplate:
         return next((token for token in self.special if turn.endswith(token)), None)
 
     def _write(self, chat: Chat, first: int | None = None, prompt: bool = False) -> str:
-        """The text of the `first` messages, with marks. `first`: None for all; `prompt`: add what asks for the assistant's turn."""
+        """The text of the `first` messages, with marks. `first`: None for all; `prompt`: add what
+        asks for the assistant's turn."""
 
         def now(form: str) -> str:
             return time.strftime(form, time.gmtime(chat.day))
@@ -176,8 +190,11 @@ class ChatTemplate:
         except Exception as fault:  # a template is a program: it may fail in any way
             raise UnsoundTemplate(f"the chat template ({self.where}) refuses it: {fault}") from None
 
-    def _marked_spans(self, chat: Chat, turns: Sequence[int], marks: Sequence[Span]) -> dict[int, list[Span]]:
-        """The marked spans of each turn: those that come with it when the conversation is written turn by turn."""
+    def _marked_spans(
+        self, chat: Chat, turns: Sequence[int], marks: Sequence[Span]
+    ) -> dict[int, list[Span]]:
+        """The marked spans of each turn: those that come with it when the conversation is written
+        turn by turn."""
         spans = {}
         begin = 0
         for number in turns:
@@ -188,7 +205,10 @@ class ChatTemplate:
                 break
             begin = end
         if begin != len(marks) or len(spans) < len(turns):
-            raise UnsoundTemplate(f"the chat template ({self.where}) marks earlier turns otherwise once others follow; mark each turn once")
+            raise UnsoundTemplate(
+                f"the chat template ({self.where}) marks earlier turns otherwise once others"
+                " follow; mark each turn once"
+            )
         return spans
 
     def _turn(self, text: str, chat: Chat, number: int) -> Span:
@@ -203,21 +223,28 @@ class ChatTemplate:
             turn = answered[begin:end]
         else:
             raise UnsoundTemplate(
-                f"the chat template ({self.where}) writes messages before turn {number + 1} otherwise once the assistant has answered, so "
-                "what is said cannot be found; use a template that marks it with {% generation %} and {% endgeneration %}"
+                f"the chat template ({self.where}) writes messages before turn"
+                f" {number + 1} otherwise once the assistant has answered, so what is said cannot"
+                " be found; use a template that marks it with {% generation %} and {%"
+                " endgeneration %}"
             )
         if not turn:
-            raise UnsoundTemplate(f"the chat template ({self.where}) writes nothing for turn {number + 1}, of the assistant")
+            raise UnsoundTemplate(
+                f"the chat template ({self.where}) writes nothing for turn {number + 1}, of the"
+                " assistant"
+            )
         if not text.startswith(prompt + turn):
             raise UnsoundTemplate(
-                f"the chat template ({self.where}) writes turn {number + 1}, of the assistant, otherwise once others follow (it may drop "
-                "thoughts), so it cannot be learned as it is said; write learn: last beside messages, or use a template that marks what is "
-                "learned with {% generation %} and {% endgeneration %}"
+                f"the chat template ({self.where}) writes turn {number + 1}, of the assistant,"
+                " otherwise once others follow (it may drop thoughts), so it cannot be learned as"
+                " it is said; write learn: last beside messages, or use a template that marks what"
+                " is learned with {% generation %} and {% endgeneration %}"
             )
         return len(prompt), len(prompt) + len(turn)
 
     def _content(self, answered: str, chat: Chat, number: int) -> Span | None:
-        """The span of a turn's content in the conversation up to it, with the special token that ends it.
+        """The span of a turn's content in the conversation up to it, with the special token that
+        ends it.
 
         None if nothing of the content is written. `answered`: the conversation up to the turn.
         """
@@ -240,7 +267,8 @@ class ChatTemplate:
         return len(head), end
 
     def _cut_after_end(self, turn: str) -> str:
-        """A turn up to the first special token after which only blanks and special tokens follow; all of it without one."""
+        """A turn up to the first special token after which only blanks and special tokens follow;
+        all of it without one."""
         end = len(turn)
         rest = turn.rstrip()
         while self.special and rest.endswith(self.special):
@@ -266,31 +294,42 @@ def read_template(file: Path | None, tokenizer: Path, special: Sequence[str]) ->
     for source, where in _sources(file, tokenizer, configs):
         return ChatTemplate(source, where, tuple(sorted(names.items())), tuple(special))
     raise DataError(
-        f"{tokenizer.parent}: no chat template comes with the tokenizer ({FILE}, or chat_template in {CONFIGS[0]}); "
-        "write data.template: FILE with the template of the model's chat variant"
+        f"{tokenizer.parent}: no chat template comes with the tokenizer ({FILE}, or chat_template"
+        f" in {CONFIGS[0]}); write data.template: FILE with the template of the model's chat"
+        " variant"
     )
 
 
-def _sources(file: Path | None, tokenizer: Path, configs: Sequence[tuple[Path, dict]]) -> Iterator[tuple[str, str]]:
+def _sources(
+    file: Path | None, tokenizer: Path, configs: Sequence[tuple[Path, dict]]
+) -> Iterator[tuple[str, str]]:
     """Templates and where they are, the one that counts first."""
     path = file or tokenizer.parent / FILE
     try:
         yield path.read_text(encoding="utf-8"), str(path)
     except FileNotFoundError:
         if file:
-            raise DataError(f"data.template: {file} does not exist; it is a file with a chat template") from None
+            raise DataError(
+                f"data.template: {file} does not exist; it is a file with a chat template"
+            ) from None
     except (OSError, UnicodeDecodeError) as fault:
         raise DataError(f"{path}: cannot be read as a chat template: {fault}") from None
 
     for path, config in configs:
         template = config.get("chat_template")
         if isinstance(template, list):  # several of them, by name
-            templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            templates = {
+                entry.get("name"): entry.get("template")
+                for entry in template
+                if isinstance(entry, dict)
+            }
             template = templates.get("default") or next(iter(templates.values()), None)
         if isinstance(template, str):
             yield template, str(path)
         elif template is not None:
-            raise DataError(f"{path}: chat_template holds {type(template).__name__}, where a template is needed")
+            raise DataError(
+                f"{path}: chat_template holds {type(template).__name__}, where a template is needed"
+            )
 
 
 def read_json(path: Path) -> dict:
@@ -305,7 +344,8 @@ def read_json(path: Path) -> dict:
 
 
 def check_unmarked(value: object) -> None:
-    """Raises UnsoundTemplate where a text has one of the two characters that mark what is learned."""
+    """Raises UnsoundTemplate where a text has one of the two characters that mark
+    what is learned."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if _OPEN in text or _CLOSE in text:
         raise UnsoundTemplate("it holds U+FDD0 or U+FDD1, which are no characters of a text")
@@ -354,8 +394,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes for HTML of Jinja's own filter; arguments in the order of `transformers`."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """JSON without the escapes for HTML of Jinja's own filter;
+    arguments in the order of `transformers`."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(why: str) -> None:

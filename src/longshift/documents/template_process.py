@@ -1,9 +1,12 @@
-"""A chat template in a process of its own, with a deadline and a limit of memory: a template is a program that came with a model, and a few
-words of it may loop for hours or fill the machine.
+"""A chat template in a process of its own, with a deadline and a limit of memory: a template is a
+program that came with a model, and a few words of it may loop for hours or fill the machine.
 
-    parent  {"method": "render", "arguments": [chat, "last"]}  ->  child: Jinja, at most DEADLINE_S a rendering and MOST_BYTES
-            {"value": ["Hi there", [[3, 9]]]}                  <-  or what the template refuses; or the child is gone, and the
-                                                                   conversation is refused
+    parent                                                 child
+    {"method": "render", "arguments": [chat, "last"]}  ->  Jinja, at most DEADLINE_S a rendering
+                                                           and MOST_BYTES
+    {"value": ["Hi there", [[3, 9]]]}                  <-  or what the template refuses; or the
+                                                           child is gone, and the conversation is
+                                                           refused
 
 A line of JSON each way. The child ends with the process that asked.
 """
@@ -25,15 +28,20 @@ from longshift.errors import DataError
 if TYPE_CHECKING:  # the process of a template starts quickly
     from longshift.config_parts import Learn
 
-DEADLINE_S = 20.0  # of a processor, for one rendering: a long conversation is rendered twice for each turn of the assistant
+# Of a processor, for one rendering: a long conversation is rendered twice for each turn
+# of the assistant.
+DEADLINE_S = 20.0
 MOST_BYTES = 4 << 30
 _CODE = "import sys; from longshift.documents.template_process import serve; serve(*sys.argv[1:])"
 
 
 class TemplateProcess:
-    """Renders with `template` in a child, which is started at the first conversation. Mutable: the child. Not for several threads."""
+    """Renders with `template` in a child, which is started at the first conversation. Mutable: the
+    child. Not for several threads."""
 
-    def __init__(self, template: ChatTemplate, deadline_s: float = DEADLINE_S, most_bytes: int = MOST_BYTES):
+    def __init__(
+        self, template: ChatTemplate, deadline_s: float = DEADLINE_S, most_bytes: int = MOST_BYTES
+    ):
         self.template = template
         self._limits = deadline_s, most_bytes
         self._child: subprocess.Popen[str] | None = None
@@ -57,11 +65,13 @@ class TemplateProcess:
         return set(self._call("list_variables"))
 
     def write(self, chat: Chat) -> str:
-        """`ChatTemplate.write`. Raises UnsoundTemplate, also where it takes too long or too much memory."""
+        """`ChatTemplate.write`. Raises UnsoundTemplate, also where it takes too long
+        or too much memory."""
         return self._call("write", chat)
 
     def render(self, chat: Chat, learn: "Learn") -> Rendered:
-        """`ChatTemplate.render`. Raises UnsoundTemplate, also where it takes too long or too much memory."""
+        """`ChatTemplate.render`. Raises UnsoundTemplate, also where it takes too long
+        or too much memory."""
         text, learned = self._call("render", chat, learn)
         return Rendered(text, tuple((first, last) for first, last in learned))
 
@@ -94,7 +104,9 @@ class TemplateProcess:
         arguments = [json.dumps(asdict(self.template)), *map(str, self._limits), str(os.getpid())]
         command = [sys.executable, "-P", "-X", "utf8", "-c", _CODE, *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8")
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8"
+        )
 
     def _why_gone(self) -> str:
         """Ends what is left of the child."""
@@ -108,14 +120,18 @@ class TemplateProcess:
         if child.returncode == -signal.SIGPROF:
             return f"{where} computes for more than {deadline_s:g} s: look for loops in loops"
         if "MemoryError" in last_line:
-            return f"{where} takes more than {most_bytes / 2**30:.3g} GiB of memory: look for texts that grow in a loop"
+            return (
+                f"{where} takes more than {most_bytes / 2**30:.3g} GiB of memory: look for texts"
+                " that grow in a loop"
+            )
         if child.returncode == -signal.SIGKILL:
             return f"{where} was killed while it rendered: the machine may lack memory for it"
         return f"{where} ended its process with {child.returncode}: {' '.join(last_line)[:300]}"
 
 
 def serve(template: str, deadline_s: str, most_bytes: str, parent: str) -> None:
-    """Answer conversations from standard input until it ends. The process ends by SIGPROF where one takes too long."""
+    """Answer conversations from standard input until it ends. The process ends by SIGPROF where one
+    takes too long."""
     end_with_parent(signal.SIGKILL, int(parent))
 
     # A process may lower its hard limit, never raise it.

@@ -1,4 +1,5 @@
-"""Texts to token ids, and which of them are learned: a `tokenizer.json` as it is, or the project's own small byte-level BPE."""
+"""Texts to token ids, and which of them are learned: a `tokenizer.json` as it is, or the project's
+own small byte-level BPE."""
 
 import hashlib
 import json
@@ -27,9 +28,10 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer:
     """A tokenizer that closes every document.
 
-    `eos` the end-of-text id; `vocab` the largest id plus one; `file` its `tokenizer.json`; `fingerprint`
-    SHA-256 of `tokenizer.json`, the end-of-text id and tokens beside the file: tokenizers of equal fingerprint make equal tokens.
-    """
+    `eos` the end-of-text id; `vocab` the largest id plus one; `file` its `tokenizer.json`;
+    `fingerprint`
+    SHA-256 of `tokenizer.json`, the end-of-text id and tokens beside the file: tokenizers of equal
+    fingerprint make equal tokens."""
 
     core: tokenizers.Tokenizer
     eos: int
@@ -40,8 +42,8 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, closed by end of text where the text does not end with it.
 
-        The tokenizer itself adds its special tokens, such as begin of text. A special token that is spelled out in a text becomes that
-        token, as in `transformers`.
+        The tokenizer itself adds its special tokens, such as begin of text. A special token that is
+        spelled out in a text becomes that token, as in `transformers`.
         """
         encodings = self.core.encode_batch_fast(list(texts))
         return [self._close(text, encoding.ids) for text, encoding in zip(texts, encodings)]
@@ -53,7 +55,8 @@ class Tokenizer:
         """
         encoded = []
         for text in texts:
-            # A template has written all special tokens that there are. Where one of them ends the text, nothing closes it.
+            # A template has written all special tokens that there are. Where one of them ends the
+            # text, nothing closes it.
             encoding = self.core.encode(text.text, add_special_tokens=not text.rendered)
             is_closed = text.rendered and text.text.rstrip().endswith(self.special)
             ids = encoding.ids if is_closed else self._close(text.text, encoding.ids)
@@ -79,13 +82,15 @@ class Tokenizer:
         """Raises DataError when a model with this vocabulary cannot embed every id."""
         if self.vocab > vocab:
             raise DataError(
-                f"{self.file}: the tokenizer's largest id is {self.vocab - 1}, but the model's vocabulary has {vocab} tokens "
-                f"(ids 0 to {vocab - 1}); use the model's own tokenizer, or set the model's vocab to {self.vocab}"
+                f"{self.file}: the tokenizer's largest id is {self.vocab - 1}, but the model's"
+                f" vocabulary has {vocab} tokens (ids 0 to {vocab - 1}); use the model's own"
+                f" tokenizer, or set the model's vocab to {self.vocab}"
             )
 
 
 def load(path: Path | str) -> Tokenizer:
-    """Read `tokenizer.json`, from its path or its folder's, and the end-of-text token that lies beside it.
+    """Read `tokenizer.json`, from its path or its folder's, and the end-of-text token that lies
+    beside it.
 
     Another process tries it first. Raises DataError.
     """
@@ -104,7 +109,9 @@ def _open(file: Path) -> Tokenizer:
         data = file.read_bytes()
         core = tokenizers.Tokenizer.from_str(data.decode())
     except FileNotFoundError:
-        raise DataError(f"{file}: there is no tokenizer; a model folder carries one as tokenizer.json") from None
+        raise DataError(
+            f"{file}: there is no tokenizer; a model folder carries one as tokenizer.json"
+        ) from None
     except Exception as error:  # the library raises bare Exception for a file it cannot read
         raise DataError(f"{file}: cannot be read as a tokenizer: {error}") from error
 
@@ -112,7 +119,10 @@ def _open(file: Path) -> Tokenizer:
     core.no_truncation()
     core.no_padding()
     if getattr(core.model, "dropout", None):
-        raise DataError(f"{file}: model.dropout is {core.model.dropout}: tokens are made once and must not be drawn; set it to null")
+        raise DataError(
+            f"{file}: model.dropout is {core.model.dropout}: tokens are made once and must not be"
+            " drawn; set it to null"
+        )
     added_tokens = add_tokens_beside(core, file)
     eos = _end_of_text(core, file)
     context = "\n".join(["", str(eos), *added_tokens])
@@ -126,7 +136,8 @@ def _open(file: Path) -> Tokenizer:
 
 
 def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
-    """The project's tokenizer: byte-level BPE of `vocab` tokens, trained on the installed standard library.
+    """The project's tokenizer: byte-level BPE of `vocab` tokens, trained on the installed standard
+    library.
 
     It is kept in folder `cache` under a name that stands for the files, the size and the trainer.
     Raises DataError when the folder cannot be written.
@@ -150,30 +161,44 @@ def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
 
 
 def train(texts: Iterator[str], vocab: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE of `vocab` tokens, the end-of-text token first. Equal texts give an equal tokenizer. Raises DataError when
-    `vocab` is less than the 256 bytes and the end-of-text token, or the texts are too few to fill it."""
+    """Byte-level BPE of `vocab` tokens, the end-of-text token first. Equal texts give an equal
+    tokenizer. Raises DataError when `vocab` is less than the 256 bytes and the end-of-text token,
+    or the texts are too few to fill it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab <= len(alphabet):
-        raise DataError(f"a byte-level tokenizer needs at least {len(alphabet) + 1} tokens, not {vocab}: 256 bytes and end of text")
+        raise DataError(
+            f"a byte-level tokenizer needs at least {len(alphabet) + 1} tokens, not {vocab}: 256"
+            " bytes and end of text"
+        )
     core = tokenizers.Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     core.train_from_iterator(texts, trainer)
     if core.get_vocab_size() != vocab:
-        raise DataError(f"the texts give only {core.get_vocab_size()} of {vocab} tokens; ask for fewer or train on more text")
+        raise DataError(
+            f"the texts give only {core.get_vocab_size()} of {vocab} tokens; ask for fewer or train"
+            " on more text"
+        )
     return core
 
 
 def _learned(text: Text, offsets: Sequence[tuple[int, int]], tokens: int) -> np.ndarray:
-    """Which of a text's tokens are targets, bool [tokens]. `offsets`: the characters of each token."""
+    """Which of a text's tokens are targets, bool [tokens]. `offsets`: the characters of each
+    token."""
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     spans = text.learned or ()
     learned = np.zeros(tokens, bool)
     for first, last in spans:
         learned[: len(starts)] |= (starts < last) & (ends > first)
 
-    # The last tokens close the text and have no characters: they are targets where the text's end is learned.
+    # The last tokens close the text and have no characters: they are targets where the text's end
+    # is learned.
     closing_start = 1 + int(np.flatnonzero(ends > starts).max(initial=-1))
     learned[closing_start:] = bool(spans) and spans[-1][1] >= len(text.text.rstrip())
     return learned
@@ -181,12 +206,17 @@ def _learned(text: Text, offsets: Sequence[tuple[int, int]], tokens: int) -> np.
 
 def _write(core: tokenizers.Tokenizer, folder: Path) -> None:
     core.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _end_of_text(core: tokenizers.Tokenizer, file: Path) -> int:
-    """The id of `eos_token` as the files beside the tokenizer name it, else of `<|endoftext|>`. Raises DataError for neither."""
+    """The id of `eos_token` as the files beside the tokenizer name it, else of `<|endoftext|>`.
+    Raises DataError for neither."""
     for name in CONFIGS:
         config = file.parent / name
         token = read_json(config).get("eos_token") if config.exists() else None
@@ -202,5 +232,8 @@ def _end_of_text(core: tokenizers.Tokenizer, file: Path) -> int:
     eos = core.token_to_id(END_OF_TEXT)
     if eos is None:
         config = file.parent / "tokenizer_config.json"
-        raise DataError(f'{file}: which token ends a text is not known; write it into {config}: {{"eos_token": "..."}}')
+        raise DataError(
+            f'{file}: which token ends a text is not known; write it into {config}: {{"eos_token":'
+            ' "..."}'
+        )
     return eos

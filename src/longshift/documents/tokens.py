@@ -1,16 +1,19 @@
-"""The token cache: every document's tokens end to end in one memory-mapped file, made once and then only read.
+"""The token cache: every document's tokens end to end in one memory-mapped file, made once and then
+only read.
 
     <folder>/<key>/tokens.bin      uint16 or uint32, little-endian
-                   offsets.bin     int64: document d is tokens[offsets[d] : offsets[d + 1]], end of text last
+                   offsets.bin     int64: document d is tokens[offsets[d] : offsets[d + 1]],
+                                   end of text last
                    learned.bin     uint8: 1 for a token that is a target; not there where all are
                    manifest.json   what it was made from, what it holds, SHA-256 of the files
 
-The key stands for the tokenizer and for path, size, time and some blocks of every source file, so that changed sources
-make a new cache and never alter one that is in use. The fingerprint stands for the tokens alone: the same on every machine
-and under any path.
+The key stands for the tokenizer and for path, size, time and some blocks of every source file, so
+that changed sources make a new cache and never alter one that is in use. The fingerprint stands for
+the tokens alone: the same on every machine and under any path.
 
-Every token is compared with the SHA-256 in the manifest before a run uses it: by the process that makes the cache or, where the cache is
-there already, by one rank for each file that ranks see; the others compare the file's identity and the fingerprint.
+Every token is compared with the SHA-256 in the manifest before a run uses it: by the process that
+makes the cache or, where the cache is there already, by one rank for each file that ranks see; the
+others compare the file's identity and the fingerprint.
 """
 
 import hashlib
@@ -46,7 +49,8 @@ _BATCH_CHARACTERS = 4 << 20
 
 @dataclass(frozen=True)
 class CachedFile:
-    """A source file and the documents it gave; `first` is the number of its first, `source` that of the source in data.train."""
+    """A source file and the documents it gave; `first` is the number of its first, `source` that of
+    the source in data.train."""
 
     path: str
     format: str
@@ -59,8 +63,9 @@ class CachedFile:
 class TokenCache:
     """Documents of a corpus as tokens.
 
-    `lengths` int64 [documents], end of text included; `fingerprint` of the tokens; `skipped` (path, reason) of each file that gave none;
-    `notes`: what of the sources no token shows, a sentence each.
+    `lengths` int64 [documents], end of text included; `fingerprint` of the tokens; `skipped` (path,
+    reason) of each file that gave none; `notes`: what of the sources no token shows,
+    a sentence each.
     """
 
     folder: Path
@@ -78,8 +83,8 @@ class TokenCache:
     def open(cls, folder: Path | str, verify: bool = True) -> "TokenCache":
         """Open a finished cache. `verify`: read every token to be sure.
 
-        Without `verify`, the manifest and the sizes of files are checked, and the method `verify` may be called later.
-        Raises DataError with the reason where the cache is damaged.
+        Without `verify`, the manifest and the sizes of files are checked, and the method `verify`
+        may be called later. Raises DataError with the reason where the cache is damaged.
         """
         folder = Path(folder)
         body = _read_manifest(folder)
@@ -110,19 +115,21 @@ class TokenCache:
         return len(self.lengths)
 
     def verify(self) -> None:
-        """Read every token. Raises DataError where the files are not those that the manifest describes."""
+        """Read every token. Raises DataError where the files are not those
+        that the manifest describes."""
         _check_contents(self.folder, self._sha256)
 
     @property
     def identity(self) -> str:
-        """The files as this machine sees them, without reading them: equal for processes that have the same files open, of the same
-        contents."""
+        """The files as this machine sees them, without reading them: equal for processes that have
+        the same files open, of the same contents."""
         stats = [(self.folder / name).stat() for name in self._sha256]
         inodes = [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
         return json.dumps([platform.node(), *inodes, self.fingerprint])
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens `start` to `stop` of a document, cut at its end: a read-only view of the file, uint16 or uint32."""
+        """Tokens `start` to `stop` of a document, cut at its end: a read-only view of the file,
+        uint16 or uint32."""
         return self._tokens[self._span(document, start, stop)]
 
     def learned(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
@@ -152,8 +159,16 @@ class TokenCache:
             return f"{file.path}, row {index}"
 
         # Editors count lines from 1. A text or a Python file is one document: it has no number.
-        units = {"jsonl": "line", "json": "entry", "csv": "record", "tsv": "record", "function": "item"}
-        return f"{file.path}, {units[file.format]} {index + 1}" if file.format in units else file.path
+        units = {
+            "jsonl": "line",
+            "json": "entry",
+            "csv": "record",
+            "tsv": "record",
+            "function": "item",
+        }
+        return (
+            f"{file.path}, {units[file.format]} {index + 1}" if file.format in units else file.path
+        )
 
 
 def build(
@@ -164,16 +179,19 @@ def build(
     verify: bool = True,
     template: Path | None = None,
 ) -> TokenCache:
-    """The token cache of these sources under `folder`: the one that is there if nothing changed, else a new one.
+    """The token cache of these sources under `folder`: the one that is there if nothing changed,
+    else a new one.
 
-    Any number of processes may do this at once: each writes aside, the first to finish provides. `progress` is called after every
-    document; `verify` is as in `TokenCache.open`; `template`, of conversations, is the tokenizer's own where not given. Raises DataError
-    for bad input, for a damaged cache, and when the folder cannot be written.
+    Any number of processes may do this at once: each writes aside, the first to finish provides.
+    `progress` is called after every document; `verify` is as in `TokenCache.open`; `template`, of
+    conversations, is the tokenizer's own where not given. Raises DataError for bad input, for a
+    damaged cache, and when the folder cannot be written.
     """
     inputs = [(index, file) for index, source in enumerate(sources) for file in files(source)]
     chat = _template(sources, tokenizer, template)
 
-    # The template is in the key only where there is one, so that caches of plain texts keep their key.
+    # The template is in the key only where there is one, so that caches of plain texts
+    # keep their key.
     file_facts = [(source, asdict(file)) for source, file in inputs]
     template_facts = [asdict(chat)] if chat else []
     key = _digest(_FORMAT, tokenizer.fingerprint, file_facts, *template_facts)
@@ -185,26 +203,39 @@ def build(
         try:
             publish(target, lambda scratch: _write(inputs, tokenizer, chat, scratch, report))
         except OSError as error:
-            raise DataError(f"{target}: cannot write the token cache: {error.strerror or error}") from error
-    return TokenCache.open(target, verify and not is_new)  # the hash of a new one was made from what was written
+            raise DataError(
+                f"{target}: cannot write the token cache: {error.strerror or error}"
+            ) from error
+    # The hash of a new one was made from what was written.
+    return TokenCache.open(target, verify and not is_new)
 
 
 # Writing
 
 
-def _template(sources: Sequence[Source], tokenizer: Tokenizer, path: Path | None) -> ChatTemplate | None:
-    """The chat template where a source needs one, or may need it. `path`: its file, None for the tokenizer's own."""
+def _template(
+    sources: Sequence[Source], tokenizer: Tokenizer, path: Path | None
+) -> ChatTemplate | None:
+    """The chat template where a source needs one, or may need it. `path`: its file, None for the
+    tokenizer's own."""
     if not any(source.may_be_masked for source in sources):
         return None
     try:
         return read_template(path, tokenizer.file, tokenizer.special)
     except DataError:
         if path is None and all(source.format.kind != "messages" for source in sources):
-            return None  # prompts and completions may be plain text, and a function may return no conversation
+            # Prompts and completions may be plain text, and a function may return no conversation.
+            return None
         raise
 
 
-def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatTemplate | None, folder: Path, progress: Progress) -> None:
+def _write(
+    inputs: Sequence[tuple[int, File]],
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None,
+    folder: Path,
+    progress: Progress,
+) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
     empty_tokens = len(tokenizer.encode([""])[0])
     may_have_mask = any(file.learn for _, file in inputs)
@@ -218,14 +249,21 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     source_targets = np.zeros(num_sources, np.int64)
     masked_sources = set[int]()
     template_context = TemplateProcess(chat) if chat else nullcontext()
-    with open(folder / "tokens.bin", "wb") as token_file, open(folder / MASK, "wb") as mask_file, template_context as template:
+    with (
+        open(folder / "tokens.bin", "wb") as token_file,
+        open(folder / MASK, "wb") as mask_file,
+        template_context as template,
+    ):
         notes = [RecordNotes(template) for _ in range(num_sources)]
         for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
             encoded = _encoded(tokenizer, [document for _, document in batch])
             for (file_index, document), (ids, mask) in zip(batch, encoded):
                 source, _ = inputs[file_index]
                 if isinstance(document, Text) and len(ids) == empty_tokens:
-                    raise DataError(f"{document.where}: the tokenizer finds no token in this text of {_size(document)} characters")
+                    raise DataError(
+                        f"{document.where}: the tokenizer finds no token in this text of"
+                        f" {_size(document)} characters"
+                    )
                 token_file.write(np.array(ids, dtype).tobytes())
                 if mask is None:
                     mask = np.ones(len(ids), bool)
@@ -256,11 +294,16 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
         "tokens": sum(lengths),
         "tokenizer": tokenizer.fingerprint,
         "sha256": {name: _sha256(folder / name) for name in names},
-        "files": [{**asdict(file), "source": source, "documents": count} for (source, file), count in zip(inputs, file_documents)],
+        "files": [
+            {**asdict(file), "source": source, "documents": count}
+            for (source, file), count in zip(inputs, file_documents)
+        ],
         "skipped": skipped,
         "notes": _note_sentences(inputs, notes),
     }
-    (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n")
+    (folder / "manifest.json").write_text(
+        json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n"
+    )
 
 
 def _size(document: Text | TokenIds) -> int:
@@ -268,8 +311,11 @@ def _size(document: Text | TokenIds) -> int:
     return len(document.text if isinstance(document, Text) else document.ids)
 
 
-def _encoded(tokenizer: Tokenizer, documents: Sequence[Text | TokenIds]) -> Iterator[tuple[Sequence[int], np.ndarray | None]]:
-    """Token ids of each document, in order, and which of them are targets; None for all. Raises DataError for an id that is no token."""
+def _encoded(
+    tokenizer: Tokenizer, documents: Sequence[Text | TokenIds]
+) -> Iterator[tuple[Sequence[int], np.ndarray | None]]:
+    """Token ids of each document, in order, and which of them are targets; None for all. Raises
+    DataError for an id that is no token."""
     texts = [document for document in documents if isinstance(document, Text)]
     plain = iter(tokenizer.encode([text.text for text in texts if text.learned is None]))
     parts = iter(tokenizer.encode_learned([text for text in texts if text.learned is not None]))
@@ -284,14 +330,19 @@ def _encoded(tokenizer: Tokenizer, documents: Sequence[Text | TokenIds]) -> Iter
 def _check_ids(document: TokenIds, tokenizer: Tokenizer) -> None:
     wrong = document.ids[(document.ids < 0) | (document.ids >= tokenizer.vocab)]
     if len(wrong):
-        raise DataError(f"{document.where}: ids has {wrong[0]}, and tokens of {tokenizer.file} are 0 to {tokenizer.vocab - 1}")
+        raise DataError(
+            f"{document.where}: ids has {wrong[0]}, and tokens of {tokenizer.file} are 0 to"
+            f" {tokenizer.vocab - 1}"
+        )
 
 
-def _check_masks(inputs: Sequence[tuple[int, File]], masked: Set[int], learned: np.ndarray, targets: np.ndarray) -> None:
+def _check_masks(
+    inputs: Sequence[tuple[int, File]], masked: Set[int], learned: np.ndarray, targets: np.ndarray
+) -> None:
     """Raises DataError for a source of conversations of which nothing is learned, or everything.
 
-    `masked`: sources of which some documents say what is learned; `learned`, `targets`: of each source, tokens that are learned and those
-    that could be.
+    `masked`: sources of which some documents say what is learned; `learned`, `targets`: of each
+    source, tokens that are learned and those that could be.
     """
     # Reversed, the first file of each source is the one that the dict keeps.
     for source, file in dict(reversed(inputs)).items():
@@ -299,11 +350,18 @@ def _check_masks(inputs: Sequence[tuple[int, File]], masked: Set[int], learned: 
         if source not in masked:
             continue
         if learned[source] == 0:
-            raise DataError(f"{file.path}: not one of {total} tokens would be learned; look at them with longshift data CONFIG")
-        if file.format != "function" and file.learn in ("assistant", "last") and learned[source] == total:
             raise DataError(
-                f"{file.path}: all {total} tokens would be learned, not only what the assistant says: the template marks everything; "
-                "to mean that, write learn: all"
+                f"{file.path}: not one of {total} tokens would be learned; look at them with"
+                " longshift data CONFIG"
+            )
+        if (
+            file.format != "function"
+            and file.learn in ("assistant", "last")
+            and learned[source] == total
+        ):
+            raise DataError(
+                f"{file.path}: all {total} tokens would be learned, not only what the assistant"
+                " says: the template marks everything; to mean that, write learn: all"
             )
 
 
@@ -347,12 +405,16 @@ def _texts(
             # Characters stand for bytes; templates write more of them than the file has.
             progress(finished_bytes + min(characters, file.size_bytes), total_bytes)
         if not unchanged(file):
-            raise DataError(f"{file.path}: changed while it was read; start again when nothing writes to it")
+            raise DataError(
+                f"{file.path}: changed while it was read; start again when nothing writes to it"
+            )
         finished_bytes += file.size_bytes
         progress(finished_bytes, total_bytes)
 
 
-def _batches(documents: Iterable[tuple[int, Text | TokenIds]]) -> Iterator[list[tuple[int, Text | TokenIds]]]:
+def _batches(
+    documents: Iterable[tuple[int, Text | TokenIds]],
+) -> Iterator[list[tuple[int, Text | TokenIds]]]:
     """Runs of documents that the tokenizer takes at once."""
     batch = []
     characters = 0
@@ -375,7 +437,9 @@ def _cached_files(rows: Sequence[Mapping[str, Any]]) -> tuple[CachedFile, ...]:
     cached = list[CachedFile]()
     first = 0
     for row in rows:
-        cached.append(CachedFile(row["path"], row["format"], first, row["documents"], row["source"]))
+        cached.append(
+            CachedFile(row["path"], row["format"], first, row["documents"], row["source"])
+        )
         first += row["documents"]
     return tuple(cached)
 
@@ -391,9 +455,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged: {error}; {_again(folder)}") from error
     if _digest(body) != digest:
-        raise DataError(f"{path} is damaged: its contents do not give its SHA-256; {_again(folder)}")
+        raise DataError(
+            f"{path} is damaged: its contents do not give its SHA-256; {_again(folder)}"
+        )
     if body["format"] != _FORMAT:
-        raise DataError(f"{path}: format {body['format']}, where {_FORMAT} is read; {_again(folder)}")
+        raise DataError(
+            f"{path}: format {body['format']}, where {_FORMAT} is read; {_again(folder)}"
+        )
     return body
 
 
@@ -401,13 +469,19 @@ def _check_size(path: Path, size: int) -> None:
     if not path.exists():
         raise DataError(f"{path} is missing; {_again(path.parent)}")
     if path.stat().st_size != size:
-        raise DataError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}; {_again(path.parent)}")
+        raise DataError(
+            f"{path} is damaged: it has {path.stat().st_size} bytes, not {size};"
+            f" {_again(path.parent)}"
+        )
 
 
 def _check_contents(folder: Path, sha256: Mapping[str, str]) -> None:
     for name in sha256:
         if _sha256(folder / name) != sha256[name]:
-            raise DataError(f"{folder / name} is damaged: its contents do not give its SHA-256; {_again(folder)}")
+            raise DataError(
+                f"{folder / name} is damaged: its contents do not give its SHA-256;"
+                f" {_again(folder)}"
+            )
 
 
 def _again(folder: Path) -> str:

@@ -1,9 +1,12 @@
-"""The documents of a validation: the same at every one, whatever the layout, with the loss of each range of lengths by itself.
+"""The documents of a validation: the same at every one, whatever the layout, with the loss of each
+range of lengths by itself.
 
-    all documents -> a sample of `tokens`, in an order of its own -> ranges (16, 32], (32, 64] ... -> batches of one range
+    all documents -> a sample of `tokens`, in an order of its own -> ranges (16, 32], (32, 64] ...
+    -> batches of one range
 
-The ranges are powers of two and no layout's groups, so that runs under other layouts can be compared. A share of data.train may be held out
-instead of documents of its own: a document is, or is not, by its number alone.
+The ranges are powers of two and no layout's groups, so that runs under other layouts can be
+compared. A share of data.train may be held out instead of documents of its own: a document is, or
+is not, by its number alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +24,24 @@ from longshift.workload.order import Order, held_out
 
 @dataclass(frozen=True, eq=False)
 class ValidSet:
-    """What is validated on. `batches`: of each range, by its longest length, the spans (document, start, stop) of each batch."""
+    """What is validated on. `batches`: of each range, by its longest length, the spans (document,
+    start, stop) of each batch."""
 
     cache: TokenCache
     batches: tuple[tuple[int, tuple[tuple[tuple[int, int, int], ...], ...]], ...]
 
     @classmethod
     def of(
-        cls, cache: TokenCache, max_len: int, overlong: Overlong | None, tokens: int, tokens_per_step: int, share: float = 0.0
+        cls,
+        cache: TokenCache,
+        max_len: int,
+        overlong: Overlong | None,
+        tokens: int,
+        tokens_per_step: int,
+        share: float = 0.0,
     ) -> "ValidSet":
-        """Documents of at most `max_len` tokens, until there are `tokens`, in batches of about `tokens_per_step`.
+        """Documents of at most `max_len` tokens, until there are `tokens`, in batches of about
+        `tokens_per_step`.
 
         `share`: the share of documents that was held out; 0: all documents are candidates.
         Raises DataError where there is none, or one is too long without a policy.
@@ -38,14 +49,19 @@ class ValidSet:
         if overlong is None and cache.lengths.max() > max_len:
             longest = int(cache.lengths.argmax())
             raise DataError(
-                f"data.valid: {cache.where(longest)} has {cache.lengths[longest]} tokens, more than data.max_len; set data.overlong"
+                f"data.valid: {cache.where(longest)} has {cache.lengths[longest]} tokens, more than"
+                " data.max_len; set data.overlong"
             )
         cut = spans(cache.lengths, max_len, overlong or "split")
         candidates = np.flatnonzero(held_out(cut.document, share)) if share else np.arange(len(cut))
         if not len(candidates):
-            raise DataError("no document is left to validate on: raise data.held_out, or name others as data.valid")
+            raise DataError(
+                "no document is left to validate on: raise data.held_out, or name others as"
+                " data.valid"
+            )
 
-        # 1. Draw a sample. Its seed is fixed, so that runs of any seed validate on the same documents.
+        # 1. Draw a sample. Its seed is fixed, so that runs of any seed validate on the same
+        # documents.
         order = Order(len(candidates), 0)
         sample = list[tuple[int, int, int]]()
         total = 0
@@ -64,9 +80,17 @@ class ValidSet:
             if not batches or sum(map(_length, batches[-1])) >= tokens_per_step:
                 batches.append([])
             batches[-1].append(piece)
-        return cls(cache, tuple((max_length, tuple(map(tuple, batches))) for max_length, batches in sorted(ranges.items())))
+        return cls(
+            cache,
+            tuple(
+                (max_length, tuple(map(tuple, batches)))
+                for max_length, batches in sorted(ranges.items())
+            ),
+        )
 
-    def losses(self, score: Callable[[Sequence[Document]], float]) -> tuple[tuple[int, float, int], ...]:
+    def losses(
+        self, score: Callable[[Sequence[Document]], float]
+    ) -> tuple[tuple[int, float, int], ...]:
         """Longest length, mean loss and targets of each range of lengths that has targets.
 
         `score`: the loss sum of documents. Raises DataError where no range has a target.
@@ -76,7 +100,10 @@ class ValidSet:
             loss = 0.0
             targets = 0
             for batch in batches:
-                documents = [document_part(self.cache, document, start, stop) for document, start, stop in batch]
+                documents = [
+                    document_part(self.cache, document, start, stop)
+                    for document, start, stop in batch
+                ]
                 batch_targets = sum(int((d.labels != IGNORE).sum()) for d in documents)
                 targets += batch_targets
                 if batch_targets:  # a forward pass without a target would tell nothing
@@ -84,7 +111,10 @@ class ValidSet:
             if targets:
                 rows.append((max_length, loss / targets, targets))
         if not rows:
-            raise DataError("data.valid: no token that is learned is left in it: raise data.max_len, or validation.tokens")
+            raise DataError(
+                "data.valid: no token that is learned is left in it: raise data.max_len, or"
+                " validation.tokens"
+            )
         return tuple(rows)
 
 

@@ -32,7 +32,8 @@ class AutoLayout:
         settings = value["auto"] or {}
         if not isinstance(settings, Mapping):
             raise UsageError(
-                f"auto: {shown(settings)}: write what is fixed, as in {{auto: {{ranks: 8, tp: [1, 2, 4]}}}}",
+                f"auto: {shown(settings)}: write what is fixed, as in {{auto: {{ranks: 8, tp: [1,"
+                " 2, 4]}}",
             )
         words = ("ranks", *DEGREES)
         for word in settings:
@@ -62,5 +63,6 @@ def _numbers(word: str, value: object) -> tuple[int, ...]:
     if allowed and len(allowed) == len(numbers):
         return tuple(sorted(set(allowed)))
     raise UsageError(
-        f"auto: {word}: {shown(value)}: write a number or a list of numbers from {smallest} to {MOST_RANKS}, as in {word}: [1, 2, 4]",
+        f"auto: {word}: {shown(value)}: write a number or a list of numbers from {smallest} to"
+        f" {MOST_RANKS}, as in {word}: [1, 2, 4]",
     )

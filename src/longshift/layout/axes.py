@@ -1,7 +1,9 @@
-"""The table of axes: the ways to share a step among ranks. What is true of every axis is written once, and iterates over the table.
+"""The table of axes: the ways to share a step among ranks. What is true of every axis is written
+once, and iterates over the table.
 
-`parallel` has a file for each axis whose ranks send inside a turn, with its paper, picture and bytes. `step.compose` inserts these at the
-seams of the model. `layout.legal` says why a degree is impossible.
+`parallel` has a file for each axis whose ranks send inside a turn, with its paper, picture and
+bytes. `step.compose` inserts these at the seams of the model.
+`layout.legal` says why a degree is impossible.
 """
 
 from collections.abc import Iterable
@@ -18,8 +20,9 @@ class Axis:
     name      of its degree in a `Layout`
     word      in the text of a layout
     shares    what each rank has a part of
-    deal      how the tokens of a pack are dealt: "two-ended", a piece from each end of every document, so that causal
-              attention is balanced; "contiguous", neighboring tokens of those; None: every rank has them all
+    deal      how the tokens of a pack are dealt: "two-ended", a piece from each end of every
+              document, so that causal attention is balanced; "contiguous", neighboring tokens of
+              those; None: every rank has them all
     traffic   what its ranks send inside a turn, for people
     overlaps  whether that traffic goes on under attention
     """
@@ -36,7 +39,14 @@ class Axis:
 AXES: tuple[Axis, ...] = (
     Axis("tp", "tp", "weights", "contiguous", "tensor: all-gather and reduce-scatter of tokens"),
     Axis("ulysses", "u", "tokens", "contiguous", "Ulysses: all-to-all of tokens and heads"),
-    Axis("ring", "ring", "tokens", "two-ended", "ring: keys and values, and their gradients", overlaps=True),
+    Axis(
+        "ring",
+        "ring",
+        "tokens",
+        "two-ended",
+        "ring: keys and values, and their gradients",
+        overlaps=True,
+    ),
     Axis("dp", "dp", "packs"),
     Axis("pp", "pp", "blocks"),
 )

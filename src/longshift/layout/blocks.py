@@ -1,15 +1,17 @@
-"""Blocks: BLOCK elements along a row of a weight, counted from the row's first element, that share a scale where moments have eight bits.
-A row is what lies along the last dim.
+"""Blocks: BLOCK elements along a row of a weight, counted from the row's first element, that share
+a scale where moments have eight bits. A row is what lies along the last dim.
 
-    row of 300        │ block 0: 0..127 │ block 1: 128..255 │ 2: 256..299 │
-    two owners        │            ours: 0..149  │ theirs: 150..299       │      both have a part of block 1
+    row of 300  │ block 0: 0..127 │ block 1: 128..255 │ 2: 256..299 │
+    two owners  │     ours: 0..149    │    theirs: 150..299         │   both have a part of block 1
 
-[Note: blocks of the logical tensor] Blocks belong to the weight in global coordinates, never to a rank's part of it, so that codes and
-scales are the same bits however home is cut. Home is cut where layouts compute, which may be anywhere: columns of a head of 64, a
-feed-forward width of 11008 over 8 ranks, a norm of 896 over 4. Cuts at block edges alone would refuse such layouts, or have a
-gather send what another rank computes with. So a block may have several owners: its scale is of the largest value among them, which is
-exact, for a maximum does not depend on an order. What they tell each other is 4 bytes a moment for each such block; where a model's widths
-are multiples of 128 a rank, there are none.
+[Note: blocks of the logical tensor] Blocks belong to the weight in global coordinates, never to a
+rank's part of it, so that codes and scales are the same bits however home is cut. Home is cut where
+layouts compute, which may be anywhere: columns of a head of 64, a feed-forward width of 11008 over
+8 ranks, a norm of 896 over 4. Cuts at block edges alone would refuse such layouts, or have a
+gather send what another rank computes with. So a block may have several owners: its scale is of the
+largest value among them, which is exact, for a maximum does not depend on an order. What they tell
+each other is 4 bytes a moment for each such block; where a model's widths are multiples of 128 a
+rank, there are none.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,8 @@ MAX_PACKED = 1 << 18  # elements that are packed at one time
 
 
 def runs(size: int, every: int) -> list[tuple[slice, int]]:
-    """Whole blocks of `every` elements along a dim of this size, and the shorter last one: where they lie, and how long each is."""
+    """Whole blocks of `every` elements along a dim of this size, and the shorter last one: where
+    they lie, and how long each is."""
     end = size // every * every
     spans = [(slice(0, end), every), (slice(end, size), size - end)]
     return [(span, length) for span, length in spans if span.start < span.stop]
@@ -77,8 +80,8 @@ class CutBlocks:
     """The blocks of a moving unit's trained weights that home cuts.
 
     `ranks`: all that have a part of the unit at home.
-    `places`: by weight, where its cut blocks begin in a vector of all of them, row by row, and which blocks of each row they are.
-    `count`: of all.
+    `places`: by weight, where its cut blocks begin in a vector of all of them, row by row, and
+    which blocks of each row they are. `count`: of all.
     """
 
     ranks: tuple[int, ...]
@@ -87,7 +90,8 @@ class CutBlocks:
 
 
 def cut_blocks(spec: ModelSpec, home: Layout) -> dict[int, CutBlocks]:
-    """The blocks that a home which is cut by this layout cuts, by moving unit; units without any are left out."""
+    """The blocks that a home which is cut by this layout cuts, by moving unit; units without any
+    are left out."""
     params_by_unit: dict[int, list[Param]] = {}
     for param in spec.params:
         if not param.frozen:

@@ -1,4 +1,5 @@
-"""Box: a half-open hyper-rectangle of a tensor, in the tensor's global coordinates. The algebra of everything that moves."""
+"""Box: a half-open hyper-rectangle of a tensor, in the tensor's global coordinates. The algebra of
+everything that moves."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +45,8 @@ class Box:
         return Box(starts, stops)
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Slices that pick this box out of a tensor that holds `outer`. Raises ValueError if it is not inside."""
+        """Slices that pick this box out of a tensor that holds `outer`. Raises ValueError if it is
+        not inside."""
         if self not in outer:
             raise ValueError(f"{self} is not inside {outer}")
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start))

@@ -1,4 +1,5 @@
-"""Which heads of attention a rank has where tensor-parallel and Ulysses ranks share them, by their global numbers."""
+"""Which heads of attention a rank has where tensor-parallel and Ulysses ranks share them, by their
+global numbers."""
 
 from longshift.layout import axes
 from longshift.layout.layout import Coord, Layout
@@ -15,16 +16,21 @@ def tensor_heads(spec: ModelSpec, layout: Layout, coord: Coord) -> tuple[range, 
 
 
 def heads_of(heads: range, group_size: int, ranks: int, index: int) -> tuple[range, range]:
-    """Query heads, of `heads`, that the `index`-th of `ranks` attends with, and the key/value heads that those need."""
+    """Query heads, of `heads`, that the `index`-th of `ranks` attends with, and the key/value heads
+    that those need."""
     first, last = share(len(heads), ranks, index)
     queries = heads[first:last]
     return queries, range(queries.start // group_size, -(-queries.stop // group_size))
 
 
 def kernel_kv_heads(queries: range, keys: range, group_size: int) -> int:
-    """How many key/value heads a kernel gets: those of `keys`, or one per query head if `queries` are not divided evenly over them."""
+    """How many key/value heads a kernel gets: those of `keys`, or one per query head if `queries`
+    are not divided evenly over them."""
     queries_per_key, remainder = divmod(len(queries), len(keys))
-    is_even = not remainder and all(head // group_size - keys.start == index // queries_per_key for index, head in enumerate(queries))
+    is_even = not remainder and all(
+        head // group_size - keys.start == index // queries_per_key
+        for index, head in enumerate(queries)
+    )
     return len(keys) if is_even else len(queries)
 
 

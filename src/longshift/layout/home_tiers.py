@@ -3,9 +3,9 @@
     device 8G, host rest      │ embeddings │ block 1 │ block 2 │ ... │ block 31 │ block 32 │ head │
                               └────────── device, 8G of a rank ──────┘└───────── host ─────────┘
 
-Units are taken in the order of the forward. Each goes to the first memory that still has room for all of it, gradient sums included. So the
-first units lie nearest: the next forward wants their weights first, and the backward gives their gradients last (as in SuperOffload, arXiv
-2509.21271).
+Units are taken in the order of the forward. Each goes to the first memory that still has room for
+all of it, gradient sums included. So the first units lie nearest: the next forward wants their
+weights first, and the backward gives their gradients last (as in SuperOffload, arXiv 2509.21271).
 """
 
 from collections import Counter
@@ -68,7 +68,10 @@ class HomeTiers:
                 f"say where the rest lies, as in {TIERS[TIERS.index(last) + 1]}: {REST}",
             )
         if value[last] != REST or any(value[tier] == REST for tier in faster):
-            raise UsageError(f"the rest goes to the last of {', '.join(tiers)}: write {last}: {REST}, and bytes for those before it")
+            raise UsageError(
+                f"the rest goes to the last of {', '.join(tiers)}: write {last}: {REST}, and bytes"
+                " for those before it"
+            )
         return HomeTiers(last, tuple((tier, _parse_bytes(tier, value[tier])) for tier in faster))
 
     @property
@@ -82,7 +85,8 @@ class HomeTiers:
 
     @property
     def updates_late(self) -> bool:
-        """Whether units are updated under the forward of the next step: some of them may be outside the device."""
+        """Whether units are updated under the forward of the next step: some of them may be outside
+        the device."""
         return self.tiers != ("device",)
 
     def to_json(self) -> str | dict[str, int | str]:
@@ -171,20 +175,24 @@ def tiers_of(
 
 
 def trained_elements(spec: ModelSpec, buckets: Iterable[Bucket], rank: int) -> dict[int, int]:
-    """How many trained elements a rank keeps of each unit, in the order of the forward. `buckets`: the rank's."""
+    """How many trained elements a rank keeps of each unit, in the order of the forward. `buckets`:
+    the rank's."""
     elements: Counter[int] = Counter()
     for bucket in buckets:
         if not bucket.frozen:
             elements[bucket.unit] += bucket.kept(rank)
-    return {unit: elements[unit] for unit in sorted(elements, key=lambda unit: place_of(spec, unit))}
+    return {
+        unit: elements[unit] for unit in sorted(elements, key=lambda unit: place_of(spec, unit))
+    }
 
 
 def early_units(tiers: Mapping[int, Tier], elements: Mapping[int, int]) -> frozenset[int]:
-    """Units on disk that a rank may update under the backward ([Note: early updates] in `program.step`).
+    """Units on disk that a rank may update under the backward ([Note: early updates] in
+    `program.step`).
 
-    The first trained unit is updated under the forward; so is every LATE-th of the others on disk, by elements. A forward
-    computes for a quarter or a third of a step, and moves an eighth of the bytes if all other units are updated under the
-    backward.
+    The first trained unit is updated under the forward; so is every LATE-th of the others on disk,
+    by elements. A forward computes for a quarter or a third of a step, and moves an eighth of the
+    bytes if all other units are updated under the backward.
 
     `elements`: of `trained_elements`.
     """

@@ -1,40 +1,54 @@
 """Layout: one way to compute, as one line of text; and where each rank stands in it.
 
-Words are joined by dots, in any order: `dp2.tp2`, `pp2.dp2.tp2.z3`, `u4.chunk64K.host`. The product of the degrees is the number of ranks.
-`docs/reference/layout.md` is made from this list:
+Words are joined by dots, in any order: `dp2.tp2`, `pp2.dp2.tp2.z3`, `u4.chunk64K.host`. The product
+of the degrees is the number of ranks. `docs/reference/layout.md` is made from this list:
 
-    dp2                  data parallelism: two replicas, which share the step's packs; shares may be uneven
-    tp2                  tensor parallelism: every matrix over two ranks, with the tokens between matrices sharded too (Megatron sequence
-                         parallelism)
-    u2                   Ulysses sequence parallelism: tokens of a sequence over two ranks, which trade them for heads in attention
-    ring2                context parallelism (ring attention): tokens of a sequence over two ranks, keys and values go round; causal work
-                         is balanced
-    pp2                  pipeline parallelism: two stages of nearly equal numbers of layers, in 1F1B order
+    dp2                  data parallelism: two replicas, which share the step's packs; shares
+                         may be uneven
+    tp2                  tensor parallelism: every matrix over two ranks, with the tokens between
+                         matrices sharded too (Megatron sequence parallelism)
+    u2                   Ulysses sequence parallelism: tokens of a sequence over two ranks, which
+                         trade them for heads in attention
+    ring2                context parallelism (ring attention): tokens of a sequence over two ranks,
+                         keys and values go round; causal work is balanced
+    pp2                  pipeline parallelism: two stages of nearly equal numbers of layers,
+                         in 1F1B order
     pp2:3-2              the same with the layers of each stage given
     v2                   interleaved 1F1B with two model chunks a rank, beside pp
     1f1b                 the default order of a pipeline: one forward, one backward
     gpipe                all forwards of a pipeline before all backwards
-    vertical             all micro-batches through a block before the next block: weights are gathered twice a step, gradients reduced once;
-                         for z3 with several packs, and for home: disk (`program.turns`)
+    vertical             all micro-batches through a block before the next block: weights are
+                         gathered twice a step, gradients reduced once; for z3 with several packs,
+                         and for home: disk (`program.turns`)
     z0                   no ZeRO: every replica keeps the whole training state; the default
     z1                   ZeRO-1: optimizer state sharded over the replicas
     z2                   ZeRO-2: gradients sharded too
     z3                   ZeRO-3, as FSDP: weights sharded too
-    recompute-full       gradient checkpointing: a block keeps its input and the output of attention; the backward computes the rest again
-    recompute-selective  gradient checkpointing of attention alone, from q, k and v (arXiv 2205.05198); with flash kernels this saves only
-                         the log-sum-exp, and with u the output of attention
-    recompute-auto       the fastest of these that fits this machine, and how many blocks keep all (`planner.activations`)
-    keep8                beside recompute-full: the last 8 blocks of each stage keep all that their backward needs
-    chunk64K             64K tokens of a pack at one time: all layers are streamed chunk by chunk (`schedule.chunks`)
-    chunk-auto           the same, with a chunk chosen from this machine's profile (`planner.chunk_size`)
-    host                 CPU offload of activations: what recompute-full keeps, or a chunked layout, waits in host memory
+    recompute-full       gradient checkpointing: a block keeps its input and the output of
+                         attention; the backward computes the rest again
+    recompute-selective  gradient checkpointing of attention alone, from q, k and v (arXiv
+                         2205.05198); with flash kernels this saves only the log-sum-exp, and with u
+                         the output of attention
+    recompute-auto       the fastest of these that fits this machine, and how many blocks
+                         keep all (`planner.activations`)
+    keep8                beside recompute-full: the last 8 blocks of each stage keep all that their
+                         backward needs
+    chunk64K             64K tokens of a pack at one time: all layers are streamed chunk
+                         by chunk (`schedule.chunks`)
+    chunk-auto           the same, with a chunk chosen from this
+                         machine's profile (`planner.chunk_size`)
+    host                 CPU offload of activations: what recompute-full keeps, or a chunked layout,
+                         waits in host memory
     disk                 the same in a private file
     kv-offload           of a chunked layout: keys and values wait outside the device too
-    fpdt                 of a chunked layout: the order of the FPDT paper, in which attention is computed again
-    every4               of a chunked layout: of every four blocks only the first one's input waits, and the forward of the others is
-                         computed again; every1: the input of each block waits, and attention is computed again (`schedule.unit_events`)
+    fpdt                 of a chunked layout: the order of the FPDT paper, in which attention is
+                         computed again
+    every4               of a chunked layout: of every four blocks only the first one's input waits,
+                         and the forward of the others is computed again; every1: the input of each
+                         block waits, and attention is computed again (`schedule.unit_events`)
 
-The axes, `layout.axes`, vary over ranks in their order there: those that move most bytes sit closest together.
+The axes, `layout.axes`, vary over ranks in their order there: those that move most bytes sit
+closest together.
 """
 
 import re
@@ -49,7 +63,9 @@ from longshift.layout.axes import Axis, Degrees
 from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
-AUTO = -1  # a chunk chosen before the ranks start, from what the machine can do, as the recomputation "auto" is
+# A chunk that is chosen before the ranks start, from what the machine can do, as the
+# recomputation "auto" is.
+AUTO = -1
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
 Order = Literal["gpipe", "1f1b", "vertical"]
@@ -87,7 +103,9 @@ _FLAGS = {
 }
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_RANKS = 1 << 20  # ten times the largest cluster
-MOST_SIZE = 1 << 40  # tokens, bytes or steps that a person writes: more than any corpus, memory or run has, and exact as a float
+# tokens, bytes or steps that a person writes: more than any corpus, memory or run has, and exact as
+# a float.
+MOST_SIZE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -117,15 +135,18 @@ class Coord:
 class Layout(Degrees[int]):
     """Degrees and policies of one way to compute.
 
-    `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
-    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values), full
-    (a block keeps its input and the output of attention, and computes the rest again), auto: see AUTO; `kept_blocks`: so many of each
-    virtual stage, the last ones, or all where there are fewer, keep all, whatever the others compute again.
+    `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages`
+    blocks in each of the `pp * virtual` virtual stages, nearly equal when empty; `recompute` none,
+    selective (attention from queries, keys and values), full (a block keeps its input and the
+    output of attention, and computes the rest again), auto: see AUTO; `kept_blocks`: so many of
+    each virtual stage, the last ones, or all where there are fewer, keep all, whatever the others
+    compute again.
 
-    `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
-    memory where what a backward needs waits, under recompute full or in chunks; `kv` and `schedule` of a chunked one: see
-    `schedule.chunks`; `every`: see `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`: degrees of axes without
-    a field, by name.
+    `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole
+    pack, AUTO: see there. `offload`: the memory where what a backward needs waits, under recompute
+    full or in chunks; `kv` and `schedule` of a chunked one: see `schedule.chunks`; `every`: see
+    `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`: degrees of axes
+    without a field, by name.
     """
 
     dp: int = 1
@@ -170,23 +191,27 @@ class Layout(Degrees[int]):
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        """Layout("dp2.tp2") is Layout.parse("dp2.tp2"). Raises UsageError for anything else that is no number of replicas."""
+        """Layout("dp2.tp2") is Layout.parse("dp2.tp2"). Raises UsageError for anything else that is
+        no number of replicas."""
         if isinstance(self.dp, str):
             # The text is the first argument; any other one would contradict it.
             if any(getattr(self, field.name) != field.default for field in fields(self)[1:]):
                 raise UsageError(
-                    f"Layout({self.dp!r}, ...): the text is the whole layout; write what else there is as words of it",
+                    f"Layout({self.dp!r}, ...): the text is the whole layout; write what else there"
+                    " is as words of it",
                 )
             for name, value in vars(Layout.parse(self.dp)).items():
                 object.__setattr__(self, name, value)
         elif not isinstance(self.dp, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
-                f"Layout({self.dp!r}): a layout is read from text, as in Layout('dp2.tp2'), or built, as in Layout(dp=2, tp=2)",
+                f"Layout({self.dp!r}): a layout is read from text, as in Layout('dp2.tp2'), or"
+                " built, as in Layout(dp=2, tp=2)",
             )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read the text form. Raises UsageError that names the bad word and the nearest good one."""
+        """Read the text form. Raises UsageError that names the bad word
+        and the nearest good one."""
         # 1. Refuse what is too long for a message, or for arithmetic.
         too_long = ""
         if len(text) > 1000:
@@ -210,7 +235,8 @@ class Layout(Degrees[int]):
         largest = max(layout.world, layout.virtual, layout.every, layout.kept_blocks)
         if largest > MOST_RANKS or layout.chunk > MOST_SIZE:
             raise UsageError(
-                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or keep, and {MOST_SIZE} tokens of a chunk",
+                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or"
+                f" keep, and {MOST_SIZE} tokens of a chunk",
             )
         return layout
 
@@ -221,7 +247,9 @@ class Layout(Degrees[int]):
         for name, degree in degrees.items():
             values = by_field if hasattr(self, name) else extra
             values[name] = degree
-        return replace(self, **by_field, extra=tuple(sorted(item for item in extra.items() if item[1] != 1)))
+        return replace(
+            self, **by_field, extra=tuple(sorted(item for item in extra.items() if item[1] != 1))
+        )
 
     def __str__(self) -> str:
         words = []
@@ -301,7 +329,8 @@ class Layout(Degrees[int]):
         return place
 
     def ranks(self, *along: str, of: int) -> tuple[int, ...]:
-        """The ranks that differ from rank `of` along these axes only, ascending; `of` among them."""
+        """The ranks that differ from rank `of` along these axes only, ascending;
+        `of` among them."""
         for axis in along:
             self.degree(axis)
         coord = self.coord(of)
@@ -336,12 +365,14 @@ class Layout(Degrees[int]):
             return tuple(share(layers, num_stages, i) for i in range(num_stages))
         if len(sizes) != num_stages or sum(sizes) != layers:
             raise UsageError(
-                f"layout {self}: stages {sizes} must be {num_stages} numbers that add up to {layers} layers",
+                f"layout {self}: stages {sizes} must be {num_stages} numbers that add up to"
+                f" {layers} layers",
             )
         return tuple(pairwise(accumulate(sizes, initial=0)))
 
     def units_of(self, layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
-        """For each model chunk of pipeline coordinate `pp`: the units (see `spec.model`) it computes, in order."""
+        """For each model chunk of pipeline coordinate `pp`: the units (see `spec.model`) it
+        computes, in order."""
         spans = self.layers_of(layers)
         chunks = []
         for stage in range(pp, len(spans), self.pp):
@@ -356,7 +387,8 @@ class Layout(Degrees[int]):
 
 
 def parse_size(value: object) -> object:
-    """`"4K"` to 4096; K, M and G are binary. What is not text passes through, for the type check that follows.
+    """`"4K"` to 4096; K, M and G are binary. What is not text passes through, for the type check
+    that follows.
 
     Raises ValueError for text that is no whole number.
     """
@@ -370,7 +402,8 @@ def parse_size(value: object) -> object:
         size = 0.5  # refused below, as other fractions are
     if not size.is_integer():
         raise ValueError(
-            f"{shown(value)} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)",
+            f"{shown(value)} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are"
+            " binary)",
         )
     return int(size)
 

@@ -1,8 +1,9 @@
-"""Why a layout is not possible for a model, a world and a longest document: every reason at once, with the arithmetic and the
-nearest values that work.
+"""Why a layout is not possible for a model, a world and a longest document: every reason at once,
+with the arithmetic and the nearest values that work.
 
-Uneven is possible: heads, feed-forward columns, vocabulary rows and blocks are shared in whole pieces, some ranks taking one more.
-What is refused leaves a rank without any, contradicts itself, or asks the model for something it does not compute.
+Uneven is possible: heads, feed-forward columns, vocabulary rows and blocks are shared in whole
+pieces, some ranks taking one more. What is refused leaves a rank without any, contradicts itself,
+or asks the model for something it does not compute.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,9 @@ def refuse(layout: Layout, reasons: Sequence[str]) -> None:
 
 
 def _degree_faults(layout: Layout) -> Iterator[str]:
-    degrees = {name: layout.degree(name) for name in axes.names()[::-1]} | {"virtual": layout.virtual}
+    degrees = {name: layout.degree(name) for name in axes.names()[::-1]} | {
+        "virtual": layout.virtual
+    }
     for name, degree in degrees.items():
         if degree < 1:
             yield f"{name} is {degree}: a degree is at least 1"
@@ -99,14 +102,26 @@ def _world_faults(
         return
     degrees = [str(layout.degree(name)) for name in axes.names()[::-1] if layout.degree(name) > 1]
     product = f"{' x '.join(degrees)} = {layout.world}" if len(degrees) > 1 else f"{layout.world}"
-    possible = [str(candidate) for candidate in nearest_layouts(layout, world) if not faults(spec, candidate, world, float8=float8)]
+    possible = [
+        str(candidate)
+        for candidate in nearest_layouts(layout, world)
+        if not faults(spec, candidate, world, float8=float8)
+    ]
     hint = f": try {' or '.join(possible[:2])}" if possible else ""
-    yield f"{layout} needs {_count(product, 'rank')}, {world} {'is' if world == 1 else 'are'} here{hint}"
+    yield (
+        f"{layout} needs {_count(product, 'rank')},"
+        f" {world} {'is' if world == 1 else 'are'} here{hint}"
+    )
 
 
 def nearest_layouts(layout: Layout, world: int) -> list[Layout]:
-    """Layouts of `world` ranks over dp and the axes in use, those whose degrees change least first."""
-    names = [axis.name for axis in reversed(axes.AXES) if axis.shares == "packs" or layout.degree(axis.name) > 1]
+    """Layouts of `world` ranks over dp and the axes in use, those whose degrees change least
+    first."""
+    names = [
+        axis.name
+        for axis in reversed(axes.AXES)
+        if axis.shares == "packs" or layout.degree(axis.name) > 1
+    ]
 
     def change(degrees: tuple[int, ...]) -> tuple[float, int]:
         # In doublings; of equal ones that which changes dp alone.
@@ -177,7 +192,8 @@ def _scale_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
 
 @lru_cache(maxsize=1024)
 def cut_inside_a_block(spec: ModelSpec, tp: int) -> str | None:
-    """The first weight of a block of the model that tensor-parallel ranks cut inside a block of a scale, or share a part of.
+    """The first weight of a block of the model that tensor-parallel ranks cut inside a block of a
+    scale, or share a part of.
 
     None if there is none.
     """
@@ -230,18 +246,26 @@ def pipeline_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
     if layout.order == "vertical" and pp * virtual > 1:
         yield Fault(
             "vertical in stages",
-            "vertical takes all micro-batches through a block before the next, and stages wait for each: drop vertical, or pp and v",
+            "vertical takes all micro-batches through a block before the next, and stages wait for"
+            " each: drop vertical, or pp and v",
         )
     if layout.order == "vertical" and layout.chunk:
         yield Fault(
             "vertical in chunks",
-            "vertical is said of packs that are computed whole, and this layout has chunks: drop it",
+            "vertical is said of packs that are computed whole, and this layout has chunks:"
+            " drop it",
         )
     if virtual > 1 and layout.order == "gpipe":
-        reason = f"gpipe and v{virtual} contradict: model chunks are what 1F1B interleaves; drop gpipe or v{virtual}"
+        reason = (
+            f"gpipe and v{virtual} contradict: model chunks are what 1F1B interleaves; drop gpipe"
+            f" or v{virtual}"
+        )
         yield Fault("virtual stages under gpipe", reason)
     if virtual > 1 and pp == 1:
-        reason = f"v{virtual} interleaves the model chunks of several pipeline ranks, and pp is 1: drop v{virtual} or add pp2"
+        reason = (
+            f"v{virtual} interleaves the model chunks of several pipeline ranks, and pp is 1: drop"
+            f" v{virtual} or add pp2"
+        )
         yield Fault("virtual stages without a pipeline", reason)
     elif pp * virtual > layers:
         makes = f"pp{pp} makes {pp}"
@@ -257,7 +281,8 @@ def pipeline_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
 
 
 def _stage_sizes_fault(layout: Layout, layers: int) -> str:
-    """Explicit stage sizes are as many as virtual stages, each at least one block, together the model. Empty if they are."""
+    """Explicit stage sizes are as many as virtual stages, each at least one block, together the
+    model. Empty if they are."""
     sizes = layout.stages
     num_stages = layout.pp * layout.virtual
     problems = []
@@ -279,7 +304,8 @@ def _stage_sizes_fault(layout: Layout, layers: int) -> str:
 
 
 def _streaming_faults(layout: Layout) -> Iterator[str]:
-    """Words on chunks need a chunked layout, and offloading needs activations that can be told from the rest."""
+    """Words on chunks need a chunked layout, and offloading needs activations that can be told from
+    the rest."""
     yield from _kept_block_faults(layout)
     if not layout.chunk:
         needs_chunk = {
@@ -289,14 +315,26 @@ def _streaming_faults(layout: Layout) -> Iterator[str]:
         }
         words = [word for word, is_there in needs_chunk.items() if is_there]
         if words:
-            yield f"{' and '.join(words)} is said of a layout in chunks, and this one has none: add chunk64K, say"
+            yield (
+                f"{' and '.join(words)} is said of a layout in chunks, and this one has none: add"
+                " chunk64K, say"
+            )
         if layout.offload != "device" and layout.recompute not in ("full", "auto"):
-            yield f"{layout.offload} takes what recompute-full or a chunked layout keeps: add recompute-full, or chunk64K"
+            yield (
+                f"{layout.offload} takes what recompute-full or a chunked layout keeps: add"
+                " recompute-full, or chunk64K"
+            )
         return
     if layout.chunk != AUTO and layout.chunk < layout.sequence:
-        yield f"chunk{layout.chunk} has fewer tokens than the {layout.sequence} ranks that share it: at least chunk{layout.sequence}"
+        yield (
+            f"chunk{layout.chunk} has fewer tokens than the {layout.sequence} ranks that share it:"
+            f" at least chunk{layout.sequence}"
+        )
     if layout.recompute != "none":
-        yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say every1"
+        yield (
+            f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway;"
+            " drop it, or say every1"
+        )
     if layout.kv == "offload" and layout.offload == "device":
         yield "kv-offload has nowhere to go: add host or disk"
 
@@ -307,7 +345,9 @@ def _kept_block_faults(layout: Layout) -> Iterator[str]:
         return
     word = f"keep{layout.kept_blocks}"
     if layout.chunk:
-        yield f"{word} is said of blocks that are computed whole, and this layout has chunks: drop it"
+        yield (
+            f"{word} is said of blocks that are computed whole, and this layout has chunks: drop it"
+        )
     elif layout.recompute == "auto":
         yield f"recompute-auto chooses how many blocks keep all: drop {word}"
     elif layout.recompute in ("none", "selective"):
@@ -316,7 +356,8 @@ def _kept_block_faults(layout: Layout) -> Iterator[str]:
 
 
 def min_chunk(max_tokens: int, pack_tokens: int) -> int:
-    """The smallest power of two for which a pack of such documents has no more pairs of chunks than one document of MAX_CHUNKS."""
+    """The smallest power of two for which a pack of such documents has no more pairs of chunks than
+    one document of MAX_CHUNKS."""
     chunk = 1
     while -(-max_tokens // chunk) * -(-pack_tokens // chunk) > MAX_CHUNKS**2:
         chunk *= 2
@@ -347,7 +388,10 @@ def _length_faults(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:
     limit = spec.max_positions
     # Rotary positions are computed for any length; learned ones are a table.
     if spec.learned_positions and max_tokens > limit:
-        yield f"documents are up to {max_tokens} tokens long, the model has learned {limit} positions: data.max_len at most {limit}"
+        yield (
+            f"documents are up to {max_tokens} tokens long, the model has learned"
+            f" {limit} positions: data.max_len at most {limit}"
+        )
 
 
 def _count(number: int | str, noun: str) -> str:

@@ -1,4 +1,5 @@
-"""In how many blocks of rows the loss of a pack or chunk is computed, so that no logits tensor holds all of them."""
+"""In how many blocks of rows the loss of a pack or chunk is computed, so that no logits tensor
+holds all of them."""
 
 import numpy as np
 
@@ -12,7 +13,8 @@ def rows_at_once(
     vocab: Number,
     min_rows: int = LOSS_ROWS,
 ) -> np.ndarray:
-    """How many of the rows of a pack or chunk have logits at one time, at most. Numbers or arrays that broadcast.
+    """How many of the rows of a pack or chunk have logits at one time, at most. Numbers or arrays
+    that broadcast.
 
     `rows`, `width`: of the residual stream.
     `min_rows`: below which matmuls get slow.

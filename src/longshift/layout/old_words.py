@@ -1,4 +1,5 @@
-"""Words that layouts had once, in what a run folder holds: its config and its plan are read as if written today.
+"""Words that layouts had once, in what a run folder holds: its config and its plan are read as if
+written today.
 
 In a new config these words are errors, with a hint (`other_tools.LAYOUT_WORDS`).
 """
@@ -22,7 +23,8 @@ def current_words(text: str) -> str:
 
 
 def with_current_words(value: Any, key: str = "") -> Any:
-    """A config or a plan with today's words in all its layouts. `key`: under which the value stands."""
+    """A config or a plan with today's words in all its layouts. `key`: under which the value
+    stands."""
     if isinstance(value, dict):
         return {name: with_current_words(inner, name) for name, inner in value.items()}
     if isinstance(value, list):

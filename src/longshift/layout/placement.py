@@ -1,13 +1,18 @@
-"""Placement: which boxes of each weight every rank computes with under a layout, and where their home is.
+"""Placement: which boxes of each weight every rank computes with under a layout, and where their
+home is.
 
-A *piece* is a box of one weight together with its holders: all the ranks that compute with it. The pieces of a weight are disjoint and
-cover it. Everything that moves weights or gradients follows from them:
+A *piece* is a box of one weight together with its holders: all the ranks that compute with it. The
+pieces of a weight are disjoint and cover it. Everything that moves weights or gradients follows
+from them:
 
     gather   every holder of a piece gets it from the piece's home
-    reduce   the sum over the holders' gradients goes to the piece's home (each holder's gradient is a partial sum, always)
-    home     ZeRO-0: every holder keeps the whole piece; ZeRO-1..3: its rows (dim 0) are dealt over the holders, nearly equally
+    reduce   the sum over the holders' gradients goes to the piece's home (each holder's gradient
+             is a partial sum, always)
+    home     ZeRO-0: every holder keeps the whole piece; ZeRO-1..3: its rows (dim 0) are dealt over
+             the holders, nearly equally
 
-    A[I, J] on tp2 x dp2, ZeRO-3:      columns cut over tp      rows of each half dealt over the two replicas
+    A[I, J] on tp2 x dp2, ZeRO-3:      columns cut over tp      rows of each half dealt
+                                                                over the two replicas
                                        ┌────┬────┐              ┌────┬────┐
                                        │tp0 │tp1 │              │r0  │r1  │
                                        │r0r2│r1r3│              ├────┼────┤
@@ -36,7 +41,8 @@ class Piece:
     holders: tuple[int, ...]
 
     def rows(self, rank: int) -> Box:
-        """The part of the piece whose home is `rank` when home is sharded; empty when there are fewer rows than holders."""
+        """The part of the piece whose home is `rank` when home is sharded; empty when there are
+        fewer rows than holders."""
         return self.share(bisect_left(self.holders, rank))
 
     def share(self, index: int) -> Box:
@@ -47,7 +53,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The pieces of one moving unit that have the same holders, all of them trained or none: what one fused collective carries."""
+    """The pieces of one moving unit that have the same holders, all of them trained or none: what
+    one fused collective carries."""
 
     unit: int
     holders: tuple[int, ...]
@@ -67,7 +74,9 @@ class Bucket:
     def home(self, rank: int) -> tuple[tuple[str, Box], ...]:
         """What a holder keeps at home, in the order of the fused buffer."""
         index = bisect_left(self.holders, rank)
-        return tuple((piece.name, piece.share(index) if self.sharded else piece.box) for piece in self.pieces)
+        return tuple(
+            (piece.name, piece.share(index) if self.sharded else piece.box) for piece in self.pieces
+        )
 
     @cached_property
     def _share_cache(self) -> dict[int, int]:
@@ -93,7 +102,8 @@ class Bucket:
         return total
 
     def owns(self, rank: int) -> bool:
-        """Whether `rank` speaks for its home boxes where every element counts once (norms, checkpoints)."""
+        """Whether `rank` speaks for its home boxes where every element counts
+        once (norms, checkpoints)."""
         return self.sharded or rank == self.holders[0]
 
 
@@ -159,7 +169,8 @@ def _boxes_with_holders(
     dim: int | None,
     parts: tuple[Part, ...],
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """The pieces of every weight of these sizes on these stages: those of all blocks of a stage are alike."""
+    """The pieces of every weight of these sizes on these stages:
+    those of all blocks of a stage are alike."""
     weight_box = Box.whole(shape)
     if dim is None:
         return ((weight_box, holders_of(layout, pps)),)
@@ -172,7 +183,11 @@ def _boxes_with_holders(
     edges = {edge for spans in spans_by_cut for span in spans for edge in span}
     boxes = []
     for begin, end in pairwise(sorted(edges)):
-        cuts = tuple(cut for cut, spans in enumerate(spans_by_cut) if any(start <= begin and end <= stop for start, stop in spans))
+        cuts = tuple(
+            cut
+            for cut, spans in enumerate(spans_by_cut)
+            if any(start <= begin and end <= stop for start, stop in spans)
+        )
         if cuts:
             boxes.append((weight_box.cut(dim, begin, end), _holders(layout, pps, cuts)))
     return tuple(boxes)
@@ -180,14 +195,16 @@ def _boxes_with_holders(
 
 @cache
 def buckets(spec: ModelSpec, layout: Layout) -> tuple[Bucket, ...]:
-    """Every bucket of the model, the same tuple on every rank. Within one, weights that decay come first."""
+    """Every bucket of the model, the same tuple on every rank.
+    Within one, weights that decay come first."""
     pieces = [(param, piece) for param in spec.params for piece in pieces_of(spec, layout, param)]
     return _group_pieces(spec, layout, pieces)
 
 
 @lru_cache(maxsize=32)  # a step asks for those of its layouts several times
 def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]:
-    """The buckets that one rank is a holder of: those of `buckets`, in their order, made without the others."""
+    """The buckets that one rank is a holder of: those of `buckets`, in their order, made without
+    the others."""
     pp = layout.coord(rank).pp
     pieces = []
     for param in spec.params:
@@ -232,8 +249,8 @@ def boxes_on(
     layout: Layout,
     rank: int,
 ) -> Mapping[int, Mapping[str, tuple[Box, ...]]]:
-    """By moving unit, ascending, the boxes of each weight that one rank computes with. The time it takes does not depend on the number of
-    ranks."""
+    """By moving unit, ascending, the boxes of each weight that one rank computes with. The time it
+    takes does not depend on the number of ranks."""
     coord = layout.coord(rank)
     units: dict[int, dict[str, tuple[Box, ...]]] = {}
     cache: dict[tuple, tuple[Box, ...]] = {}  # weights of equal sizes have the same boxes

@@ -1,17 +1,20 @@
-"""How the pieces of a bucket lie in the slots of its fused buffer, and where their codes and scales lie when they travel in eight bits.
+"""How the pieces of a bucket lie in the slots of its fused buffer, and where their codes and scales
+lie when they travel in eight bits.
 
-buffer [slots, width]          a slot holds the rows that one holder keeps at home, piece after piece
+buffer [slots, width]       a slot holds the rows that one holder keeps at home, piece after piece
 ┌───────────┬──────┬──┐
-│ A rows 0:3│ B 0:2│n │ ─┐     Slots that keep equally many rows of a piece at one place of theirs are one strip. Pieces whose rows divide
-├───────────┼──────┼──┤  │     evenly are one strip each, however many holders there are; each that does not adds one to those behind it.
-│ A rows 3:6│ B 2:4│n │ ─┘
+│ A rows 0:3│ B 0:2│n │ ─┐  Slots that keep equally many rows of a piece at one place of theirs are
+├───────────┼──────┼──┤  │  one strip. Pieces whose rows divide evenly are one strip each, however
+│ A rows 3:6│ B 2:4│n │ ─┘  many holders there are; each that does not adds one to those behind it.
 ├────────┬──┴───┬──┴──┤
-│ A 6:8  │ B 4:6│n│   │        The end of a slot that is shorter than the width is padding, and never read.
-└────────┴──────┴─┴───┘
+│ A 6:8  │ B 4:6│n│   │     The end of a slot that is shorter than the width is padding, and never
+└────────┴──────┴─┴───┘     read.
 
-on the wire    │ n, as it is │ scales of A, of B │ codes of A │ codes of B │      each area begins at a multiple of ALIGNED bytes
+on the wire    │ n, as it is │ scales of A, of B │ codes of A │ codes of B │
+               each area begins at a multiple of ALIGNED bytes
 
-[Note: wide vectors] Weights of one dim (norms, biases) are few, and a block of theirs could belong to two holders: they travel as they are.
+[Note: wide vectors] Weights of one dim (norms, biases) are few, and a block of theirs could belong
+to two holders: they travel as they are.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +28,8 @@ from longshift.layout.blocks import BLOCK, scales_of
 from longshift.layout.placement import Bucket, Piece
 
 ALIGNED = 8
-AT_ONCE = 1 << 22  # elements that are coded at one time, at most: fewer are more launches, more take memory
+# Elements that are coded at one time, at most: fewer are more launches, more take memory.
+AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Causal attention over packed documents, by pieces.
 
-A pack is a list of runs laid end to end; a token attends only inside its own run. A piece is one run, or some queries and the keys of
-earlier tokens; pieces add to (out, lse), so that those computed apart make one exact attention (ring attention, streaming, windows).
+A pack is a list of runs laid end to end; a token attends only inside its own run. A piece is one
+run, or some queries and the keys of earlier tokens; pieces add to (out, lse), so that those
+computed apart make one exact attention (ring attention, streaming, windows).
 
 Letters: T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
@@ -21,9 +22,10 @@ from longshift.schedule.windows import Mask, pieces
 
 @dataclass(frozen=True)
 class Attention:
-    """A kernel, and what it multiplies scores with. `again`: the backward computes output and log-sum-exp again from queries, keys and
-    values (selective recomputation, arXiv 2205.05198), so that the forward keeps neither. `kept`: a list into which the forward puts
-    output and log-sum-exp where it is empty, and from which it takes them where it is not."""
+    """A kernel, and what it multiplies scores with. `again`: the backward computes output and
+    log-sum-exp again from queries, keys and values (selective recomputation, arXiv 2205.05198), so
+    that the forward keeps neither. `kept`: a list into which the forward puts output and
+    log-sum-exp where it is empty, and from which it takes them where it is not."""
 
     kernel: Kernel
     scale: float
@@ -36,9 +38,10 @@ class Attention:
         return packed if packed and packed.takes(lengths, window) else None
 
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
-        """Lengths of the documents that are computed together, in their order. A packed kernel takes all of a pack that has a window.
-        Without one it takes those between long documents: a long one fills a GPU alone, by any kernel; memory is then the same whichever
-        is chosen, but for `model.cut`."""
+        """Lengths of the documents that are computed together, in their order. A packed kernel
+        takes all of a pack that has a window. Without one it takes those between long documents: a
+        long one fills a GPU alone, by any kernel; memory is then the same whichever is chosen, but
+        for `model.cut`."""
         if self.packed(lengths, window) is None:
             return [(length,) for length in lengths]
         if banded(lengths, window):
@@ -72,13 +75,16 @@ class Attention:
         mask: Mask,
         first: bool,
     ) -> None:
-        """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
-        output that nothing else is folded into. The `first` must reach every query; what was there before it counts for nothing."""
+        """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores,
+        in place; in at least float32, but for an output that nothing else is folded into. The
+        `first` must reach every query; what was there before it counts for nothing."""
         # Kernels know causal and full masks; later keys are causal ones in the opposite order.
         causal = mask != "all"
         kernel = self.kernel.of(q_TNH, k_SKH, causal)
         if mask == "later":
-            out, lse = kernel.forward(q_TNH.flip(0), k_SKH.flip(0), v_SKH.flip(0), causal, self.scale)
+            out, lse = kernel.forward(
+                q_TNH.flip(0), k_SKH.flip(0), v_SKH.flip(0), causal, self.scale
+            )
             merge(out_TNH, lse_TN, out.flip(0), lse.flip(0), first)
         elif kernel.fold:
             kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
@@ -96,8 +102,8 @@ class Attention:
         lse_TN: Tensor,
         mask: Mask,
     ) -> None:
-        """Add the gradients (dq, dk, dv) of a piece to `totals`, in place and in at least float32. `out` and `lse` may be those of a
-        larger attention that the piece is a part of."""
+        """Add the gradients (dq, dk, dv) of a piece to `totals`, in place and in at least float32.
+        `out` and `lse` may be those of a larger attention that the piece is a part of."""
         kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
         if kernel.add and mask != "later":
             kernel.add(
@@ -127,16 +133,23 @@ class Attention:
         """Gradients (dq, dk, dv) of a piece, as in `add`."""
         kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
         if mask != "later":
-            return kernel.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, mask == "causal", self.scale)
+            return kernel.backward(
+                grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, mask == "causal", self.scale
+            )
 
-        # [Note: later keys] Taken in the opposite order, keys from a query's own number on are keys up to it.
-        grad, q, k, v, out, lse = (t.flip(0) for t in (grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN))
+        # [Note: later keys] Taken in the opposite order, keys from a query's own number on are keys
+        # up to it.
+        grad, q, k, v, out, lse = (
+            t.flip(0) for t in (grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN)
+        )
         return [t.flip(0) for t in kernel.backward(grad, q, k, v, out, lse, True, self.scale)]
 
 
 class PackedAttention(torch.autograd.Function):
-    """Causal attention inside each of the runs that tile the tokens, to the last `window` tokens where there is one:
-    apply(q, k, v, lengths, window, attention, ends) -> out [T, N, H]. `ends`: of `model.packed`, made here where a kernel wants them."""
+    """Causal attention inside each of the runs that tile the tokens, to the last `window` tokens
+    where there is one:
+    apply(q, k, v, lengths, window, attention, ends) -> out [T, N, H]. `ends`: of `model.packed`,
+    made here where a kernel wants them."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -179,8 +192,12 @@ class PackedAttention(torch.autograd.Function):
             if results:
                 out, lse = (t[call.rows] for t in results)
             else:
-                out, lse = _forward(call_q, call_k, call_v, call.lengths, window, attention, call.ends)
-            call_grads = _backward(call_grad, call_q, call_k, call_v, out, lse, call, window, attention)
+                out, lse = _forward(
+                    call_q, call_k, call_v, call.lengths, window, attention, call.ends
+                )
+            call_grads = _backward(
+                call_grad, call_q, call_k, call_v, out, lse, call, window, attention
+            )
             copy_each([total[call.rows] for total in totals], call_grads)
             del call_grads, out, lse  # freed before the next call allocates its own
         return *totals, None, None, None, None
@@ -188,15 +205,17 @@ class PackedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Call:
-    """Lengths of documents that are computed together, the rows of their tokens in the pack, and their `ends` where one call of a packed
-    kernel does that."""
+    """Lengths of documents that are computed together, the rows of their tokens in the pack, and
+    their `ends` where one call of a packed kernel does that."""
 
     lengths: tuple[int, ...]
     rows: slice
     ends: Tensor | None
 
 
-def _calls(lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None) -> list[Call]:
+def _calls(
+    lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None
+) -> list[Call]:
     """The calls of a pack. `ends`: of all its documents."""
     calls = []
     document = 0
@@ -207,7 +226,11 @@ def _calls(lengths: Sequence[int], window: int | None, attention: Attention, end
         call_ends = None
         if attention.packed(call_lengths, window):
             assert ends is not None
-            call_ends = ends if len(call_lengths) == len(lengths) else ends[document : next_document + 1] - ends[document]
+            call_ends = (
+                ends
+                if len(call_lengths) == len(lengths)
+                else ends[document : next_document + 1] - ends[document]
+            )
         calls.append(Call(call_lengths, slice(token, next_token), call_ends))
         document = next_document
         token = next_token
@@ -227,7 +250,9 @@ def _backward(
 ) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv); in at least float32 where a window is computed by pieces."""
     if packed := attention.packed(call.lengths, window):
-        return packed.backward(grad, q, k, v, out, lse, call.ends, call.lengths, window, attention.scale)
+        return packed.backward(
+            grad, q, k, v, out, lse, call.ends, call.lengths, window, attention.scale
+        )
     # Without a packed kernel a window is a band of pieces.
     if banded(call.lengths, window):
         assert window is not None
@@ -256,10 +281,13 @@ def _forward(
     for call in calls:
         call_q, call_k, call_v, call_out, call_lse = (t[call.rows] for t in (q, k, v, out, lse))
         if packed and call.ends is not None:
-            # Without a name for the results, which would keep them while the next call allocates its own.
+            # Without a name for the results, which would keep them while the next call allocates
+            # its own.
             copy_each(
                 (call_out, call_lse),
-                packed.forward(call_q, call_k, call_v, call.ends, call.lengths, window, attention.scale),
+                packed.forward(
+                    call_q, call_k, call_v, call.ends, call.lengths, window, attention.scale
+                ),
             )
         elif window is None or len(call_q) <= window:
             attention.fold(call_out, call_lse, call_q, call_k, call_v, mask="causal", first=True)
@@ -292,10 +320,14 @@ def _windowed_backward(
     attention: Attention,
 ) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv) of a run longer than its window, in at least float32."""
-    dq, dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
+    dq, dk, dv = (
+        torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v)
+    )
     for queries, keys, mask in _pieces(len(q), window):
         totals = dq[queries], dk[keys], dv[keys]
-        attention.add(totals, grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], mask)
+        attention.add(
+            totals, grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], mask
+        )
     return dq, dk, dv
 
 
@@ -305,9 +337,12 @@ def _pieces(length: int, window: int) -> Iterator[tuple[slice, slice, Mask]]:
         yield slice(queries[0], queries[1]), slice(keys[0], keys[1]), mask
 
 
-def match_heads(k: Tensor, v: Tensor, queries: range, keys: range, group: int) -> tuple[Tensor, Tensor]:
-    """Repeat key/value heads where this rank's query heads `queries` do not divide evenly over its key/value heads `keys` (both global
-    numbers; `group` query heads share one): the kernels assume that they do."""
+def match_heads(
+    k: Tensor, v: Tensor, queries: range, keys: range, group: int
+) -> tuple[Tensor, Tensor]:
+    """Repeat key/value heads where this rank's query heads `queries` do not divide evenly over its
+    key/value heads `keys` (both global numbers; `group` query heads share one): the kernels assume
+    that they do."""
     if kernel_kv_heads(queries, keys, group) == len(keys):
         return k, v
     # A head at a time: an index would be copied to the device.

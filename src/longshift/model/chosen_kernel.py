@@ -1,4 +1,5 @@
-"""Which attention kernel a run takes: those that its device has are tried, against their definition and on the clock."""
+"""Which attention kernel a run takes: those that its device has are tried, against their definition
+and on the clock."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,15 +33,20 @@ PACK = (60, 1, 130, 65)
 BAND = 48
 WRONG = 0.05  # a relative error above this is no rounding
 SECONDS = 0.05  # of timing, a kernel and direction
-LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)  # it plans anew for every shape, in a tenth of a second
+# It plans anew for every shape, in a tenth of a second.
+LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)
 
 
-def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
-    """Run a kernel on small inputs, of one that is cut the `whole` one, against its definition in float64. `name` of the dtype."""
+def probe(
+    kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS
+) -> Backend:
+    """Run a kernel on small inputs, of one that is cut the `whole` one, against its definition in
+    float64. `name` of the dtype."""
     kernel = kernel.whole or kernel
     scale = heads.width**-0.5
 
-    # 1. By definition: the attention of some queries to their own keys, and a larger one that these keys are a part of.
+    # 1. By definition: the attention of some queries to their own keys, and a larger one that these
+    # keys are a part of.
     grad, q, all_k, all_v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
     k = all_k[:TOKENS]
     v = all_v[:TOKENS]
@@ -54,24 +60,36 @@ def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, h
         forward_error = _error([out], [exact_out])
         has_lse = lse.shape == exact_lse.shape and _error([lse], [exact_lse]) < WRONG
         grads = kernel.backward(grad, q, k, v, out, lse, True, scale)
-        exact_grads = reference_backward(exact_grad, exact_q, exact_k, exact_v, exact_out, exact_lse, True, scale)
+        exact_grads = reference_backward(
+            exact_grad, exact_q, exact_k, exact_v, exact_out, exact_lse, True, scale
+        )
         backward_error = _error(grads, exact_grads)
         global_lse = False
         if has_lse:
-            grads = kernel.backward(grad, q, k, v, large_out.to(dtype), large_lse.to(lse.dtype), False, scale)
-            exact_grads = reference_backward(exact_grad, exact_q, exact_k, exact_v, large_out, large_lse, False, scale)
+            grads = kernel.backward(
+                grad, q, k, v, large_out.to(dtype), large_lse.to(lse.dtype), False, scale
+            )
+            exact_grads = reference_backward(
+                exact_grad, exact_q, exact_k, exact_v, large_out, large_lse, False, scale
+            )
             global_lse = _error(grads, exact_grads) < WRONG
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as fault:
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         return Backend(kernel.name, name, why_not=reason.split(". ")[0].rstrip("."))
     if not (forward_error < WRONG and backward_error < WRONG):
-        return Backend(kernel.name, name, f"wrong: {forward_error:.1e} forward, {backward_error:.1e} backward")
+        return Backend(
+            kernel.name, name, f"wrong: {forward_error:.1e} forward, {backward_error:.1e} backward"
+        )
     return Backend(kernel.name, name, "", has_lse, global_lse, forward_error, backward_error)
 
 
-def gradients(kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Callable[[], Sequence[Tensor]]:
+def gradients(
+    kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> Callable[[], Sequence[Tensor]]:
     """What computes (dq, dk, dv), forward done."""
-    return partial(kernel.backward, grad, q, k, v, *kernel.forward(q, k, v, causal, scale), causal, scale)
+    return partial(
+        kernel.backward, grad, q, k, v, *kernel.forward(q, k, v, causal, scale), causal, scale
+    )
 
 
 def choose(
@@ -81,61 +99,85 @@ def choose(
     device: torch.device,
     slowest: Callable[[Tensor], Tensor],
 ) -> tuple[Kernel, str]:
-    """The fastest of those that can be used here, with its packed form as far as that can be, and the reason in words. Where torch is asked
-    for deterministic algorithms, the first that is deterministic: timing may choose another one in every run. `slowest`: the largest of
-    every number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can be used on all."""
+    """The fastest of those that can be used here, with its packed form as far as that can be, and
+    the reason in words. Where torch is asked for deterministic algorithms, the first that is
+    deterministic: timing may choose another one in every run. `slowest`: the largest of every
+    number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can
+    be used on all."""
     # 1. What this rank can use, and how fast it is.
     verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
     max_errors = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
-    refusals = [_refusal(kernel, verdict, max_errors, device) for kernel, verdict in zip(candidates, verdicts)]
+    refusals = [
+        _refusal(kernel, verdict, max_errors, device)
+        for kernel, verdict in zip(candidates, verdicts)
+    ]
     is_timed = len(candidates) > 1 and not asked()
     rank_seconds = []
     for number, kernel in enumerate(candidates):
         if refusals[number]:
             rank_seconds.append(float("inf"))
         else:
-            rank_seconds.append(_seconds(kernel, heads, dtype, device) if is_timed else float(number))
+            rank_seconds.append(
+                _seconds(kernel, heads, dtype, device) if is_timed else float(number)
+            )
     packed_forms = [_packed_form(kernel, heads, dtype, device) for kernel in candidates]
 
-    # 2. What all ranks can use, and how fast the slowest is. The largest of negative forms is that of the rank which can use least.
-    rank_rows = torch.tensor([rank_seconds, [-form for form in packed_forms]], dtype=torch.float64, device=device)
+    # 2. What all ranks can use, and how fast the slowest is. The largest of negative forms is that
+    # of the rank which can use least.
+    rank_rows = torch.tensor(
+        [rank_seconds, [-form for form in packed_forms]], dtype=torch.float64, device=device
+    )
     seconds, negative_forms = slowest(rank_rows).tolist()
     verdict_texts = []
     for number, kernel in enumerate(candidates):
         if seconds[number] == float("inf") and not refusals[number]:
             fails_on_rank = rank_seconds[number] == seconds[number]
-            refusals[number] = f"fails at {TIMED_TOKENS} tokens" if fails_on_rank else "not on every rank"
+            refusals[number] = (
+                f"fails at {TIMED_TOKENS} tokens" if fails_on_rank else "not on every rank"
+            )
         success = f"{seconds[number] * 1e3:.3g} ms" if is_timed else "can be used"
         verdict_texts.append(f"{kernel.name} {refusals[number] or success}")
     comparison = ", ".join(verdict_texts)
     if all(refusals):
         raise UsageError(
-            f"no attention kernel can be used for {heads.query} heads of {heads.width} in {str(dtype).removeprefix('torch.')} on "
-            f"{device.type}: {comparison}; another train.precision or device may have one"
+            f"no attention kernel can be used for {heads.query} heads of {heads.width} in"
+            f" {str(dtype).removeprefix('torch.')} on {device.type}: {comparison}; another"
+            " train.precision or device may have one"
         )
 
     # 3. The fastest.
     if is_timed:
         reason = f"{TIMED_TOKENS} queries and keys, forward and backward: {comparison}"
     else:
-        reason = "the only one here" if len(candidates) == 1 else f"the first that is deterministic: {comparison}"
+        reason = (
+            "the only one here"
+            if len(candidates) == 1
+            else f"the first that is deterministic: {comparison}"
+        )
     best = seconds.index(min(seconds))
     kernel = candidates[best]
     packed_form = -negative_forms[best]
     if kernel.packed is None:
         return kernel, reason
     if packed_form == 0:
-        return replace(kernel, packed=None), f"{reason}; its packed form cannot be used: a call for each document"
+        return (
+            replace(kernel, packed=None),
+            f"{reason}; its packed form cannot be used: a call for each document",
+        )
     return replace(kernel, packed=replace(kernel.packed, windows=packed_form == 2)), reason
 
 
-def _refusal(kernel: Kernel, verdict: Backend, max_errors: Sequence[float], device: torch.device) -> str:
-    """Why a kernel is not used: it does not run, is not legal for pieces, has errors above `max_errors`, or is not deterministic where that
-    is asked. Empty where it can be."""
+def _refusal(
+    kernel: Kernel, verdict: Backend, max_errors: Sequence[float], device: torch.device
+) -> str:
+    """Why a kernel is not used: it does not run, is not legal for pieces, has errors above
+    `max_errors`, or is not deterministic where that is asked. Empty where it can be."""
     if verdict.why_not:
         return verdict.why_not
     # A piece is a part of a larger attention, so a kernel must take the log-sum-exp of that.
-    if not verdict.legal or any(error > limit for error, limit in zip(_errors(verdict), max_errors)):
+    if not verdict.legal or any(
+        error > limit for error, limit in zip(_errors(verdict), max_errors)
+    ):
         return "not for pieces, or not exact enough"
     if asked() and not kernel.deterministic(device):
         return "not deterministic"
@@ -143,8 +185,9 @@ def _refusal(kernel: Kernel, verdict: Backend, max_errors: Sequence[float], devi
 
 
 def _packed_form(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> int:
-    """Whether a kernel has a packed form that can be used, 1 or 0; 2 where it takes windows too. Some documents against their definition,
-    one by one; with a window, its own over documents that a window does not reach beyond."""
+    """Whether a kernel has a packed form that can be used, 1 or 0; 2 where it takes windows too.
+    Some documents against their definition, one by one; with a window, its own over documents that
+    a window does not reach beyond."""
     if kernel.packed is None:
         return 0
     inputs = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
@@ -160,12 +203,17 @@ def _is_right(
     lengths: Sequence[int],
     window: int | None,
 ) -> bool:
-    """Whether a kernel gives what the definition says on these documents. `inputs`: gradient, q, k and v."""
+    """Whether a kernel gives what the definition says on these documents. `inputs`: gradient, q, k
+    and v."""
     grad, q, k, v = inputs
     scale = q.shape[-1] ** -0.5
     exact = []
-    for document_grad, document_q, document_k, document_v in zip(*(t.double().split(list(lengths)) for t in inputs)):
-        exact.append(_reference_results(document_grad, document_q, document_k, document_v, scale, window))
+    for document_grad, document_q, document_k, document_v in zip(
+        *(t.double().split(list(lengths)) for t in inputs)
+    ):
+        exact.append(
+            _reference_results(document_grad, document_q, document_k, document_v, scale, window)
+        )
     ends = ends_of(lengths, q.device)
     try:
         out, lse = packed_kernel.forward(q, k, v, ends, lengths, window, scale)
@@ -175,7 +223,9 @@ def _is_right(
     return _error([out, lse, *grads], [torch.cat(parts) for parts in zip(*exact)]) < WRONG
 
 
-def _reference_results(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, ...]:
+def _reference_results(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients of a document."""
     out, lse = reference(q, k, v, True, scale, window=window)
     return out, lse, *reference_backward(grad, q, k, v, out, lse, True, scale, window=window)
@@ -194,7 +244,9 @@ def _seconds(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.dev
         return float("inf")
 
 
-def _inputs(queries: int, keys: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _inputs(
+    queries: int, keys: int, heads: Heads, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Gradient, q, k and v."""
     make = torch.Generator().manual_seed(0)
     shapes = ((queries, heads.query), (queries, heads.query), (keys, heads.key), (keys, heads.key))
@@ -203,7 +255,10 @@ def _inputs(queries: int, keys: int, heads: Heads, dtype: torch.dtype, device: t
 
 def _errors(verdict: Backend) -> list[float]:
     """Forward and backward; infinite where it does not run."""
-    return [float("inf") if error is None else error for error in (verdict.forward_error, verdict.backward_error)]
+    return [
+        float("inf") if error is None else error
+        for error in (verdict.forward_error, verdict.backward_error)
+    ]
 
 
 def _error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -213,8 +268,9 @@ def _error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """What a run chooses from. On a CPU nothing, for the same bits in every run: where vectors multiply bf16, large pieces by tiles are 1.4
-    times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they."""
+    """What a run chooses from. On a CPU nothing, for the same bits in every run: where vectors
+    multiply bf16, large pieces by tiles are 1.4 times as fast as torch's kernel; where AMX does,
+    torch's is 1.2 to 3 times as fast as they."""
     # Packed kernels of GPUs have 16-bit numbers only.
     if device.type != "cpu":
         packed_flash = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None

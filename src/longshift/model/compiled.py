@@ -1,9 +1,11 @@
-"""The arithmetic of `model.functions`, compiled by torch: a kernel or two for each function, in place of several passes over memory.
+"""The arithmetic of `model.functions`, compiled by torch: a kernel or two for each function, in
+place of several passes over memory.
 
-Kernels are made for any number of tokens, once for each width, in the first step that uses them: seconds on a GPU, half a minute on a CPU.
-What is saved for the backward is what `model.functions` saves; of the loss it is logits, and not their exponentials in float32. What a
-kernel holds meanwhile is not known to the ledger. In bf16 what one kernel does is rounded once, at its end; in float32 and float64 sums are
-formed in another order.
+Kernels are made for any number of tokens, once for each width, in the first step that uses them:
+seconds on a GPU, half a minute on a CPU. What is saved for the backward is what `model.functions`
+saves; of the loss it is logits, and not their exponentials in float32. What a kernel holds
+meanwhile is not known to the ledger. In bf16 what one kernel does is rounded once, at its end; in
+float32 and float64 sums are formed in another order.
 """
 
 import torch
@@ -26,7 +28,12 @@ def compiled(device: torch.device) -> Elementwise:
         _weights: 3,
         _weights_grad: 5,
     }
-    kernels = Elementwise(*(compiled_for(function, count, fullgraph=True) for function, count in num_token_arguments.items()))
+    kernels = Elementwise(
+        *(
+            compiled_for(function, count, fullgraph=True)
+            for function, count in num_token_arguments.items()
+        )
+    )
 
     # torch compiles at the first call, so a missing compiler is not known before.
     try:
@@ -34,7 +41,8 @@ def compiled(device: torch.device) -> Elementwise:
         kernels.gated(x, x, "silu")
     except Exception as fault:
         raise UsageError(
-            f"train.compile: torch cannot compile on this machine: {why(fault)}; install a C++ compiler, or leave it out"
+            f"train.compile: torch cannot compile on this machine: {why(fault)}; install a C++"
+            " compiler, or leave it out"
         ) from fault
     return kernels
 
@@ -49,7 +57,9 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return ((_wide(x) * rstd).to(x.dtype) * weight).to(x.dtype), rstd
 
 
-def _normed_grad(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+def _normed_grad(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool
+) -> tuple[Tensor, Tensor | None]:
     g = _wide(grad)
     x_ = _wide(x)
     w = _wide(weight)
@@ -59,7 +69,11 @@ def _normed_grad(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: 
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    act = F.gelu(_wide(gate), approximate="tanh") if activation == "gelu_tanh" else F.silu(_wide(gate))
+    act = (
+        F.gelu(_wide(gate), approximate="tanh")
+        if activation == "gelu_tanh"
+        else F.silu(_wide(gate))
+    )
     return (act * _wide(up)).to(gate.dtype)
 
 

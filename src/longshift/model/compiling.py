@@ -1,4 +1,5 @@
-"""torch.compile as this package asks for it: for any number of tokens, in this process, and for as many shapes as a model has."""
+"""torch.compile as this package asks for it: for any number of tokens, in this process, and for as
+many shapes as a model has."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +15,12 @@ def why(fault: Exception) -> str:
 
 
 def compiled_for(function: Callable, num_token_arguments: int, **options: Any) -> Any:
-    """`function`, compiled: the first dim of its first `num_token_arguments` arguments may have any size, and others are what they are.
-    `options`: of torch.compile.
+    """`function`, compiled: the first dim of its first `num_token_arguments` arguments may have any
+    size, and others are what they are. `options`: of torch.compile.
 
-    torch keeps its settings by thread, and a backward on a GPU has a thread of its own: they are made in each call. In a pool of processes,
-    which torch would start, some would outlive a rank that is killed.
+    torch keeps its settings by thread, and a backward on a GPU has a thread of its own: they are
+    made in each call. In a pool of processes, which torch would start, some would outlive a rank
+    that is killed.
     """
     kernel = torch.compile(function, **options)
 

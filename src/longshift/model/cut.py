@@ -1,18 +1,20 @@
-r"""Attention by a kernel that takes whole multiples of some number of tokens: most of a piece goes to it, what remains to another kernel.
+r"""Attention by a kernel that takes whole multiples of some number of tokens: most of a piece goes
+to it, what remains to another kernel.
 
-cuDNN plans anew for every shape, in a tenth of a second, so that it takes multiples of 1,024 tokens only; most documents have another
-length.
+cuDNN plans anew for every shape, in a tenth of a second, so that it takes multiples of 1,024 tokens
+only; most documents have another length.
 
                      keys
-                     0          whole  S
-        queries   0   \          |     |       A     the kernel
-                       \    A    |  C  |       B     the other one, on fewer queries
-                        \        |     |       C     on fewer keys; where the mask is causal, no query sees them
-              whole     _\_______|_____|       D     both; where it is, the corner is
-                  T     B         | D\ |
+                     0       whole   S
+        queries   0  \         |     |    A     the kernel
+                       \       |  C  |    B     the other one, on fewer queries
+                     A   \     |     |    C     on fewer keys; where the mask is causal, no query
+              whole  _______\__|_____|          sees them
+                  T       B    | D \ |    D     both; where it is, the corner is
 
-The forward's parts are joined by their own log-sum-exps, in at least float32, and each backward takes the whole one, as in ring attention.
-Gradients of a document in bf16 are sums of its parts' in bf16. Letters as in `model.kernels`.
+The forward's parts are joined by their own log-sum-exps, in at least float32, and each backward
+takes the whole one, as in ring attention. Gradients of a document in bf16 are sums of its parts' in
+bf16. Letters as in `model.kernels`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +34,9 @@ class Multiples:
     rest: Kernel
     every: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Out, in the format of q, and lse."""
         if self.fits(q, k):
             return self.kernel.forward(q, k, v, causal, scale)
@@ -102,7 +106,9 @@ class Multiples:
         """As `model.attention.Attention.add`."""
         for rows, parts in self._parts(q, k, causal):
             for keys, kernel, hides in parts:
-                grads = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale)
+                grads = kernel.backward(
+                    grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale
+                )
                 add_up((dq[rows], dk[keys], dv[keys]), grads)
                 del grads  # freed before the next call allocates its own
 
@@ -110,7 +116,9 @@ class Multiples:
         """Whether nothing is left of either."""
         return len(q) % self.every == len(k) % self.every == 0
 
-    def _parts(self, q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Kernel, bool]]]]:
+    def _parts(
+        self, q: Tensor, k: Tensor, causal: bool
+    ) -> Iterator[tuple[slice, list[tuple[slice, Kernel, bool]]]]:
         """Queries, and the keys that they see, by which kernel and whether it hides later ones."""
         for rows in self._split(len(q)):
             parts = []
@@ -127,8 +135,9 @@ class Multiples:
 
 
 def cut(kernel: Kernel, rest: Kernel, every: int, min_tokens: int) -> Kernel:
-    """`kernel` for pieces of any length: all of those of multiples of `every` queries and keys, and most of those with `min_tokens` or
-    more; what remains of them, and other pieces, go to `rest`."""
+    """`kernel` for pieces of any length: all of those of multiples of `every` queries and keys, and
+    most of those with `min_tokens` or more; what remains of them, and other pieces,
+    go to `rest`."""
     parts = Multiples(kernel, rest, every)
 
     def takes(q: Tensor, k: Tensor, causal: bool) -> bool:

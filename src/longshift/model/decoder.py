@@ -2,8 +2,8 @@
 
 What a parallel layout changes goes through `Ops`, whose methods here are those of one process.
 
-Letters: T tokens, D model width, N query heads, K key/value heads, H head width, R channels of it that turn, F feed-forward width, V
-vocabulary.
+Letters: T tokens, D model width, N query heads, K key/value heads, H head width, R channels of it
+that turn, F feed-forward width, V vocabulary.
 """
 
 import math
@@ -40,7 +40,8 @@ from longshift.spec.model import CROSS_ENTROPY, ModelSpec, Rope
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pack as one rank sees it. T tokens are those between `enter` and `leave`; T' is this rank's share of the residual stream."""
+    """One pack as one rank sees it. T tokens are those between `enter` and `leave`; T' is this
+    rank's share of the residual stream."""
 
     tokens_T: Tensor
     labels_T: Tensor
@@ -62,7 +63,9 @@ class Ops:
     def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH, again: bool = False):
         """`again`: of `model.attention.Attention`."""
         self.spec = spec
-        self.attention = Attention(capped(spec.score_cap) if spec.score_cap else kernel, spec.score_scale, again)
+        self.attention = Attention(
+            capped(spec.score_cap) if spec.score_cap else kernel, spec.score_scale, again
+        )
         self.heads = range(spec.heads)
         self.kv_heads = range(spec.kv_heads)
         self.vocab_first = 0
@@ -79,7 +82,8 @@ class Ops:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Back to this rank's share, summed over the ranks that hold slices of the weight just used."""
+        """Back to this rank's share, summed over the ranks that hold slices
+        of the weight just used."""
         return x
 
     def attend(
@@ -90,14 +94,22 @@ class Ops:
         micro: MicroBatch,
         window: int | None = None,
     ) -> Tensor:
-        """Attention of every document to itself, to the last `window` tokens where there is one: [T, N, H]."""
+        """Attention of every document to itself, to the last `window` tokens where there is one:
+        [T, N, H]."""
         q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
         lengths = tuple(run.length for run in micro.order.runs[0])
-        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, window, self.attention, micro.ends))  # pyright: ignore[reportArgumentType]
+        return self.to_tokens(
+            PackedAttention.apply(q, k, v, lengths, window, self.attention, micro.ends)
+        )  # pyright: ignore[reportArgumentType]
 
-    def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention works on: the heads that this rank attends with, key/value heads such that they divide its query heads."""
-        return q_TNH, *match_heads(k_TKH, v_TKH, self.heads, self.kv_heads, self.spec.heads // self.spec.kv_heads)
+    def to_heads(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention works on: the heads that this rank attends with, key/value heads such that
+        they divide its query heads."""
+        return q_TNH, *match_heads(
+            k_TKH, v_TKH, self.heads, self.kv_heads, self.spec.heads // self.spec.kv_heads
+        )
 
     def to_tokens(self, o_TNH: Tensor) -> Tensor:
         """Back from attention's heads to those of `q`."""
@@ -124,8 +136,8 @@ def scaled(x: Tensor, scale: float) -> Tensor:
 
 
 class Unit(nn.Module):
-    """A piece of the model whose weights move together. Weights are registered by role; state decides what storage they have. `float8`:
-    whether its matmuls take factors of eight bits."""
+    """A piece of the model whose weights move together. Weights are registered by role; state
+    decides what storage they have. `float8`: whether its matmuls take factors of eight bits."""
 
     def __init__(self, spec: ModelSpec, unit: int, by: Elementwise, float8: bool = False):
         super().__init__()
@@ -134,9 +146,12 @@ class Unit(nn.Module):
         self.by = by
         self.float8 = float8
         self.table = spec.of_unit(unit)
-        self.adds: dict[str, Add] = {}  # by role: weights whose gradients go into their sum as they are formed
+        # By role: weights whose gradients go into their sum as they are formed.
+        self.adds: dict[str, Add] = {}
         for p in self.table:
-            self.register_parameter(p.role, nn.Parameter(torch.empty(p.shape, device="meta"), not p.frozen))
+            self.register_parameter(
+                p.role, nn.Parameter(torch.empty(p.shape, device="meta"), not p.frozen)
+            )
 
     if TYPE_CHECKING:
 
@@ -145,7 +160,8 @@ class Unit(nn.Module):
     input_major = False  # whether weights of matmuls are stored [I, O]
 
     def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
-        """x W^T + b, with an adapter where the weight has one. `bias`: whether b is added, where the weight has one."""
+        """x W^T + b, with an adapter where the weight has one. `bias`: whether b is added, where
+        the weight has one."""
         weight = getattr(self, role)
         b = getattr(self, role + "_bias", None) if bias else None
         if self.input_major:
@@ -179,7 +195,8 @@ class Unit(nn.Module):
         return RmsNorm.apply(x, self.norm_weight(role), self.spec.norm_eps, self.by)  # pyright: ignore[reportReturnType]
 
     def norm_weight(self, role: str) -> Tensor:
-        """What an RMS norm multiplies with: where it is stored less one, the sum in at least float32."""
+        """What an RMS norm multiplies with: where it is stored less one,
+        the sum in at least float32."""
         weight = getattr(self, role)
         if not self.spec.norm_less_one:
             return weight
@@ -196,7 +213,8 @@ class Embed(Unit):
 
 
 def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """What embeddings are multiplied with. Gemma was trained with the root of its width as the compute format has it."""
+    """What embeddings are multiplied with. Gemma was trained with the root of its width as the
+    compute format has it."""
     if not spec.norm_less_one:
         return spec.embed_scale
     mantissa, exponent = math.frexp(spec.embed_scale)
@@ -205,14 +223,15 @@ def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
 
 
 class Block(Unit):
-    """One transformer block. Four seams, each callable on any run of tokens: `qkv`, `attend`, `out`, `mlp`. What a parallel layout changes
-    goes through `ops`:
+    """One transformer block. Four seams, each callable on any run of tokens: `qkv`, `attend`,
+    `out`, `mlp`. What a parallel layout changes goes through `ops`:
 
-        x ─ norm ─ enter ─ q,k,v ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ + ─
-            token shard │     all tokens        │ token shard     │        all tokens      │
+        x ─ norm ─ enter ─ qkv ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ +
+         token shard │        all tokens        │   token shard    │        all tokens       │
 
-    Where norms stand after attention and MLP, they come after `leave` and before `+`, and so does the scale of what is added. Calls are
-    nested where a tensor is not needed again, so that a forward without a graph holds few at one time."""
+    Where norms stand after attention and MLP, they come after `leave` and before `+`, and so does
+    the scale of what is added. Calls are nested where a tensor is not needed again, so that a
+    forward without a graph holds few at one time."""
 
     @property
     def input_major(self) -> bool:
@@ -220,7 +239,8 @@ class Block(Unit):
         return self.spec.fused_qkv
 
     def qkv(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, N, H], keys and values [T, K, H] of a run of tokens, rotated to their positions."""
+        """Queries [T, N, H], keys and values [T, K, H] of a run of tokens,
+        rotated to their positions."""
         q, k, v = self.project_qkv(ops.enter(self.pre_norm(x_TD, "norm1")), ops)
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
@@ -284,7 +304,8 @@ class Block(Unit):
         return self.activation(self.linear(h, "up"))
 
     def row_linear(self, x: Tensor, role: str, ops: Ops) -> Tensor:
-        """As `linear`, for a weight whose input dim may be sliced over ranks: summed by `leave`, the bias added once, after it."""
+        """As `linear`, for a weight whose input dim may be sliced over ranks: summed by `leave`,
+        the bias added once, after it."""
         y = ops.leave(self.linear(x, role, bias=False))
         bias = getattr(self, role + "_bias", None)
         return y if bias is None else y + bias
@@ -335,9 +356,11 @@ class Head(Unit):
         return ops.loss(self.logits(x_TD, ops), labels_T, self.by)
 
 
-def build_unit(spec: ModelSpec, unit: int, by: Elementwise = WRITTEN_OUT, float8: bool = False) -> Unit:
-    """Unit 0 is the embedding, units 1..L the blocks, unit L+1 the head; weights on the meta device. `float8`: whether matmuls of a block
-    take factors of eight bits."""
+def build_unit(
+    spec: ModelSpec, unit: int, by: Elementwise = WRITTEN_OUT, float8: bool = False
+) -> Unit:
+    """Unit 0 is the embedding, units 1..L the blocks, unit L+1 the head; weights on the meta
+    device. `float8`: whether matmuls of a block take factors of eight bits."""
     if 0 < unit <= spec.layers:
         return Block(spec, unit, by, float8)
     return (Head if unit else Embed)(spec, unit, by)
@@ -349,7 +372,9 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, float8: bool = False):
         super().__init__()
         self.spec = spec
-        self.units = nn.ModuleList(build_unit(spec, unit, float8=float8) for unit in range(spec.units))
+        self.units = nn.ModuleList(
+            build_unit(spec, unit, float8=float8) for unit in range(spec.units)
+        )
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Parameters by canonical name, in the order of the parameter table."""
@@ -357,7 +382,8 @@ class Decoder(nn.Module):
         return {p.name: weights[p.name] for p in self.spec.params}
 
     def load(self, tensors: Mapping[str, Tensor]) -> "Decoder":
-        """Take `tensors` (by canonical name) as the weights; a tied head shares the embedding's. What is a Parameter is taken itself."""
+        """Take `tensors` (by canonical name) as the weights; a tied head shares the embedding's.
+        What is a Parameter is taken itself."""
         parameters = {}
         for name, x in tensors.items():
             if not isinstance(x, nn.Parameter):
@@ -369,7 +395,8 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, micro: MicroBatch, ops: Ops) -> Tensor:
-        """The sum of the target tokens' losses. Every unit is called: a wrapper such as FSDP hangs on its call."""
+        """The sum of the target tokens' losses. Every unit is called: a wrapper such as FSDP hangs
+        on its call."""
         x = None
         for unit in self.units:
             x = unit(x, micro, ops)
@@ -377,10 +404,14 @@ class Decoder(nn.Module):
         return x
 
 
-def rotary_table(rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, R] of the R = `width` channels that turn. Angles are formed in float64: in float32 they are 0.1 off at position
-    4M, where the fastest has turned 4M."""
-    frequency = rope.theta ** -(torch.arange(0, width, 2, dtype=torch.float64, device=positions_T.device) / width)
+def rotary_table(
+    rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, R] of the R = `width` channels that turn. Angles are formed in float64: in
+    float32 they are 0.1 off at position 4M, where the fastest has turned 4M."""
+    frequency = rope.theta ** -(
+        torch.arange(0, width, 2, dtype=torch.float64, device=positions_T.device) / width
+    )
     if rope.scaling == "linear":
         frequency = frequency / rope.factor
     elif rope.scaling == "llama3":
@@ -394,11 +425,16 @@ def rotary_table(rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype
 
 
 def _yarn_frequencies(rope: Rope, frequency: Tensor, width: int) -> Tensor:
-    """Channels that turn less than `beta_slow` times over the original positions divided by `factor`, those that turn more than `beta_fast`
-    times kept, a linear ramp over the channels between."""
+    """Channels that turn less than `beta_slow` times over the original positions divided by
+    `factor`, those that turn more than `beta_fast` times kept,
+    a linear ramp over the channels between."""
 
     def channel(turns: float) -> float:
-        return width * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            width
+            * math.log(rope.original_positions / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     # 1. Where the ramp begins and ends, in channels.
     first = channel(rope.beta_fast)
@@ -421,7 +457,8 @@ def _both_halves(half: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on this device. The host goes on meanwhile: memory that is not pinned would make it wait for the device."""
+    """x on this device. The host goes on meanwhile: memory that is not pinned would make it wait
+    for the device."""
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
@@ -430,7 +467,9 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 def _llama3_frequencies(rope: Rope, frequency: Tensor) -> Tensor:
     """Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear blend between."""
     wavelength = 2 * math.pi / frequency
-    smooth = (rope.original_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (rope.original_positions / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     blend = (1 - smooth) * frequency / rope.factor + smooth * frequency
     is_low = wavelength > rope.original_positions / rope.low_freq_factor
     is_high = wavelength < rope.original_positions / rope.high_freq_factor

@@ -1,32 +1,41 @@
-"""Matmuls of a block whose factors have eight bits, as DeepSeek-V3 trains with (arXiv 2412.19437, section 3.3).
+"""Matmuls of a block whose factors have eight bits, as DeepSeek-V3 trains with (arXiv 2412.19437,
+section 3.3).
 
     y = x W^T       x and W rounded to e4m3                 contracted over I
     dx = dy W       dy and W rounded to e4m3                contracted over O
     dW = dy^T x     dy and x as they are                    contracted over T
 
-    scales   x [T, I], dy [T, O]: one for 1 x 128 elements       W [O, I]: one for 128 x 128, the same codes in both directions
+    scales   x [T, I], dy [T, O]: one for 1 x 128 elements
+             W [O, I]: one for 128 x 128, the same codes in both directions
 
-A block at the end of a row may be shorter. All codes are e4m3, dy's too: with a scale for every 128 elements the range of e5m2 is not
-needed, and its codes are twice as far apart. Sums are those of the matmul.
+A block at the end of a row may be shorter. All codes are e4m3, dy's too: with a scale for every 128
+elements the range of e5m2 is not needed, and its codes are twice as far apart. Sums are those of
+the matmul.
 
-[Note: powers of two] A scale is the least power of two that brings the largest magnitude of its block to LARGEST or less. What a code
-stands for then has four significant bits, so that bf16, float32 and float64 hold it exactly, and the matmul of the rounded factors in
-these formats is that of codes and scales.
+[Note: powers of two] A scale is the least power of two that brings the largest magnitude of its
+block to LARGEST or less. What a code stands for then has four significant bits, so that bf16,
+float32 and float64 hold it exactly, and the matmul of the rounded factors in these formats is that
+of codes and scales.
 
-[Note: blocks of logical factors] Blocks are counted in global coordinates: tokens share no scale, and a layout whose tensor-parallel ranks
-cut a weight elsewhere than at multiples of 128 is refused (`layout.legal`). So rounding does not depend on the layout. A gradient of a
-weight is a sum over tokens, and packs, chunks and ranks cut these anywhere: its factors are not rounded.
+[Note: blocks of logical factors] Blocks are counted in global coordinates: tokens share no scale,
+and a layout whose tensor-parallel ranks cut a weight elsewhere than at multiples of 128 is refused
+(`layout.legal`). So rounding does not depend on the layout. A gradient of a weight is a sum over
+tokens, and packs, chunks and ranks cut these anywhere: its factors are not rounded.
 
-[Note: not finite] A cast to e4m3 makes 448 of infinity. A block with a value that is not finite has an infinite scale, with which all of
-the block becomes NaN.
+[Note: not finite] A cast to e4m3 makes 448 of infinity. A block with a value that is not finite has
+an infinite scale, with which all of the block becomes NaN.
 
-[Note: who multiplies codes] GPUs of compute capability 9.0 do, by a matmul of cuBLAS that takes these blocks, where both sides of a weight
-are multiples of 128 and the compute format is bf16. Everywhere else factors are rounded, and multiplied in the compute format, with sums of
-at least float32. The two sum the same products. Within 128 of them Hopper's tensor cores are said to keep fewer bits (DeepSeek-V3, 3.3.2);
-where a GPU was tried (`tests/gpu`), rounding the result to bf16 hid that.
+[Note: who multiplies codes] GPUs of compute capability 9.0 do, by a matmul of cuBLAS that takes
+these blocks, where both sides of a weight are multiples of 128 and the compute format is bf16.
+Everywhere else factors are rounded, and multiplied in the compute format, with sums of at least
+float32. The two sum the same products. Within 128 of them Hopper's tensor cores are said to keep
+fewer bits (DeepSeek-V3, 3.3.2); where a GPU was tried (`tests/gpu`), rounding the result to bf16
+hid that.
 
-    codes    x [T, I] e4m3      scales  [T, I / 128], float32, tokens next to each other; T is filled up to a multiple of 4 with zeros
-             W [O, I] e4m3              [O / 128, I / 128], float32; rows are filled up to a multiple of 4
+    codes    x [T, I] e4m3      scales  [T, I / 128], float32, tokens next to each other;
+                                        T is filled up to a multiple of 4 with zeros
+             W [O, I] e4m3              [O / 128, I / 128], float32;
+                                        rows are filled up to a multiple of 4
 """
 
 import math
@@ -52,7 +61,10 @@ def rounded(x: Tensor, rows: int = 1) -> Tensor:
     for row_slice, height in runs(x.shape[0], rows):
         for column_slice, width in runs(x.shape[1], BLOCK):
             # [blocks down, height, blocks across, width]
-            blocks, codes = (t[row_slice, column_slice].unflatten(1, (-1, width)).unflatten(0, (-1, height)) for t in (x, y))
+            blocks, codes = (
+                t[row_slice, column_slice].unflatten(1, (-1, width)).unflatten(0, (-1, height))
+                for t in (x, y)
+            )
             scale = _scale(torch.linalg.vector_norm(blocks, math.inf, (1, 3), keepdim=True))
             torch.div(blocks, scale, out=codes)
             codes.copy_(codes.to(CODE)).mul_(scale)
@@ -61,7 +73,11 @@ def rounded(x: Tensor, rows: int = 1) -> Tensor:
 
 def _scale(largest: Tensor) -> Tensor:
     """The scales of blocks with these largest magnitudes, of their format."""
-    share = largest.to(torch.float32, copy=True).div_(LARGEST).nan_to_num_(nan=math.inf, posinf=math.inf)
+    share = (
+        largest.to(torch.float32, copy=True)
+        .div_(LARGEST)
+        .nan_to_num_(nan=math.inf, posinf=math.inf)
+    )
     share.view(torch.int32).add_(0x7FFFFF).bitwise_and_(0x7F800000)  # up to a power of two
     return share.clamp_(min=LEAST_SCALE).to(largest.dtype)
 
@@ -94,9 +110,14 @@ def multiplies_codes(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def has_codes(device: torch.device) -> bool:
-    """Whether a GPU has matmuls of codes with these blocks: cuBLAS has them for Hopper, from CUDA 12.9 on."""
+    """Whether a GPU has matmuls of codes with these blocks: cuBLAS has them for Hopper, from CUDA
+    12.9 on."""
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return version >= (12, 9) and hasattr(F, "scaled_mm") and torch.cuda.get_device_capability(device) == (9, 0)
+    return (
+        version >= (12, 9)
+        and hasattr(F, "scaled_mm")
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -117,7 +138,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rows_coded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [R, C] and scales [C / BLOCK, R] of x [T, C], in blocks of a row; R is T filled up to a multiple of FILLED with zeros."""
+    """Codes [R, C] and scales [C / BLOCK, R] of x [T, C], in blocks of a row; R is T filled up to a
+    multiple of FILLED with zeros."""
     blocks = F.pad(x, (0, 0, 0, -x.shape[0] % FILLED)).unflatten(1, (-1, BLOCK))
     scale = _scale(blocks.abs().amax(2))
     codes = (blocks / scale.unsqueeze(2)).to(CODE).flatten(1).contiguous()
@@ -125,8 +147,8 @@ def rows_coded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blocks_coded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [R, C] and scales [R / BLOCK, S] of a weight [R, C], in blocks of BLOCK x BLOCK; S is C / BLOCK filled up to a multiple of
-    FILLED with zeros."""
+    """Codes [R, C] and scales [R / BLOCK, S] of a weight [R, C], in blocks of BLOCK x BLOCK; S is C
+    / BLOCK filled up to a multiple of FILLED with zeros."""
     blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = _scale(blocks.abs().amax((1, 3), keepdim=True))
     codes = (blocks / scale).to(CODE).flatten(2).flatten(0, 1).contiguous()
@@ -139,8 +161,8 @@ Coder = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @cache
 def _coders(device: torch.device) -> tuple[Coder, Coder]:
-    """`rows_coded` and `blocks_coded`, in one kernel or two for each shape of a weight and each width of rows, where torch compiles here:
-    written out they take eight times as long."""
+    """`rows_coded` and `blocks_coded`, in one kernel or two for each shape of a weight and each
+    width of rows, where torch compiles here: written out they take eight times as long."""
     compiled_rows = compiled_for(rows_coded, 1)
     code_blocks = compiled_for(blocks_coded, 0, dynamic=False)
 
@@ -154,7 +176,8 @@ def _coders(device: torch.device) -> tuple[Coder, Coder]:
         raise
     except Exception as fault:
         warnings.warn(
-            f"codes of eight bits are made without torch.compile, eight times as slowly: {why(fault)}",
+            "codes of eight bits are made without torch.compile, eight times as slowly:"
+            f" {why(fault)}",
             stacklevel=2,
         )
         return rows_coded, blocks_coded

@@ -1,16 +1,21 @@
-"""Norm, gated activation and rotary embedding as autograd functions that save their inputs and nothing wider.
+"""Norm, gated activation and rotary embedding as autograd functions that save their inputs and
+nothing wider.
 
-Composed of torch's operations, each of these saves several float32 copies of its input, a different number on every kind of device. Here
-the operations are written out, few and in place where nothing else sees the tensor, so that memory is the same on every device and known
-before.
+Composed of torch's operations, each of these saves several float32 copies of its input, a different
+number on every kind of device. Here the operations are written out, few and in place where nothing
+else sees the tensor, so that memory is the same on every device and known before.
 
-    rms_norm   y = x r w,  r = 1 / sqrt(mean(x^2) + eps)         saves x, r    dx = r (g w - x r^2 mean(g w x))    dw = sum_t g x r
+    rms_norm   y = x r w,  r = 1 / sqrt(mean(x^2) + eps)      saves x, r
+               dx = r (g w - x r^2 mean(g w x)),  dw = sum_t g x r
                means over x, or over the slices of several ranks: [T] numbers travel
                dw is not formed where w is not trained
-    gated      y = act(gate) up                                  saves gate, up
-    linear     y = x W^T + b                                     saves x, W        dW = dy^T x goes into its sum as it is formed
-    adapted    y = x W^T + b + s (x A^T) B^T,  u = x A^T         saves x, W, A, B, u    dB = s dy^T u    dA = (s dy B)^T x
-    rotate     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin       saves nothing of x; backward turns the other way
+    gated      y = act(gate) up                               saves gate, up
+    linear     y = x W^T + b                                  saves x, W
+               dW = dy^T x goes into its sum as it is formed
+    adapted    y = x W^T + b + s (x A^T) B^T,  u = x A^T      saves x, W, A, B, u
+               dB = s dy^T u,  dA = (s dy B)^T x
+    rotate     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin    saves nothing of x
+               backward turns the other way
 """
 
 from collections.abc import Callable
@@ -33,7 +38,8 @@ def alone(x: Tensor) -> Tensor:
 
 
 class RmsNorm(torch.autograd.Function):
-    """apply(x [..., D], weight [D], eps, arithmetic) -> [..., D] of x's dtype; the mean and all sums in at least float32."""
+    """apply(x [..., D], weight [D], eps, arithmetic) -> [..., D] of x's dtype; the mean and all
+    sums in at least float32."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -50,8 +56,8 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SlicedRmsNorm(torch.autograd.Function):
-    """apply(x [..., D_i], weight [D_i], eps, width D, all_sum) -> [..., D_i], as RmsNorm of slices that several ranks hold: `all_sum` adds
-    up what they have."""
+    """apply(x [..., D_i], weight [D_i], eps, width D, all_sum) -> [..., D_i], as RmsNorm of slices
+    that several ranks hold: `all_sum` adds up what they have."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -66,13 +72,17 @@ class SlicedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, rstd = ctx.saved_tensors
-        dx, dw = _normed_grad(grad, x, rstd, weight, ctx.needs_input_grad[1], ctx.width, ctx.all_sum)
+        dx, dw = _normed_grad(
+            grad, x, rstd, weight, ctx.needs_input_grad[1], ctx.width, ctx.all_sum
+        )
         return dx, dw, None, None, None
 
 
 def _squares(x: Tensor) -> Tensor:
     """Sums of squares over the last dim, [..., 1]."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).square_()
+    return torch.linalg.vector_norm(
+        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
+    ).square_()
 
 
 def _times(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
@@ -94,7 +104,8 @@ def _normed_grad(
     total_width: int | None = None,
     all_sum: AllSum = alone,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and dw of the module's docstring. `total_width`: of all ranks' slices, where x is one of them."""
+    """dx and dw of the module's docstring. `total_width`: of all ranks' slices,
+    where x is one of them."""
     shape = x.shape
     width = shape[-1]
     g = grad.reshape(-1, width).to(rstd.dtype)
@@ -112,13 +123,15 @@ def _normed_grad(
     return dx.to(grad.dtype).view(shape), dw
 
 
-Add = Callable[[Tensor, Tensor], None]  # (left [T, O], right [T, I]) adds left^T right to a sum of gradients
+# (left [T, O], right [T, I]) adds left^T right to a sum of gradients.
+Add = Callable[[Tensor, Tensor], None]
 
 
 class Linear(torch.autograd.Function):
-    """apply(x [T, I], weight [O, I], bias [O] or None, add or None, float8) -> [T, O]: a linear layer. `add` is called with dy and x in
-    place of a gradient of the weight, so that no tensor holds dW (as gradient accumulation fusion of Megatron-LM); `float8`: whether x W^T
-    and dy W take factors of eight bits."""
+    """apply(x [T, I], weight [O, I], bias [O] or None, add or None, float8) -> [T, O]: a linear
+    layer. `add` is called with dy and x in place of a gradient of the weight, so that no tensor
+    holds dW (as gradient accumulation fusion of Megatron-LM); `float8`: whether x W^T and dy W take
+    factors of eight bits."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,17 +150,20 @@ class Linear(torch.autograd.Function):
         if ctx.add:
             ctx.add(grad, x)
         elif ctx.needs_input_grad[1]:
-            dw = torch.mm(grad.mT, x) if weight.is_contiguous() else torch.mm(x.mT, grad).mT  # as the weight is stored
+            # As the weight is stored.
+            dw = torch.mm(grad.mT, x) if weight.is_contiguous() else torch.mm(x.mT, grad).mT
         db = grad.sum(0) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Add left^T right to a sum, in place, inside the matmul; the `first` does not read what was there. `total` [S, R, I], of at least
-    the factors' format; left [T, S * R]; right [T, I]. Sums wider than the factors are for GPUs alone."""
+    """Add left^T right to a sum, in place, inside the matmul; the `first` does not read what was
+    there. `total` [S, R, I], of at least the factors' format; left [T, S * R]; right [T, I]. Sums
+    wider than the factors are for GPUs alone."""
     left_ST = left.mT
     beta = 0.0 if first else 1.0
-    wider: Any = () if total.dtype == left.dtype else (total.dtype,)  # an argument that CPUs do not take
+    # An argument that CPUs do not take.
+    wider: Any = () if total.dtype == left.dtype else (total.dtype,)
     if len(total) == 1:
         torch.addmm(total[0], left_ST, right, *wider, beta=beta, out=total[0])
     else:
@@ -157,8 +173,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
 
 
 class Adapted(torch.autograd.Function):
-    """apply(x [T, I], weight [O, I], bias [O] or None, a [R, I], b [O, R], scale, float8) -> [T, O]: a linear layer that is not trained,
-    with an adapter that is (`spec.adapters`). `float8`: whether x W^T and dy W take factors of eight bits."""
+    """apply(x [T, I], weight [O, I], bias [O] or None, a [R, I], b [O, R], scale, float8) -> [T,
+    O]: a linear layer that is not trained, with an adapter that is (`spec.adapters`). `float8`:
+    whether x W^T and dy W take factors of eight bits."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -240,8 +257,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """apply(x [T, N, H], cos [T, 1, R], sin [T, 1, R], arithmetic) -> [T, N, H], in the half-split convention of the Hugging Face
-    checkpoints. The first R channels of a head turn."""
+    """apply(x [T, N, H], cos [T, 1, R], sin [T, 1, R], arithmetic) -> [T, N, H], in the half-split
+    convention of the Hugging Face checkpoints. The first R channels of a head turn."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -289,26 +306,32 @@ def _weights_grad(
 
 @dataclass(frozen=True)
 class Elementwise:
-    """The arithmetic of these functions: torch's operations as they are written out above, or other callables that take and give the same
-    (`model.compiled`). Tensors of tokens come first among arguments, tokens are their first dim.
+    """The arithmetic of these functions: torch's operations as they are written out above, or other
+    callables that take and give the same (`model.compiled`). Tensors of tokens come first among
+    arguments, tokens are their first dim.
 
     normed        x, weight, eps -> y, rstd [..., 1]
     normed_grad   grad, x, rstd, weight, whether dw is wanted -> dx, dw
     gated         gate, up, activation -> y
     gated_grad    grad, gate, up, activation -> dgate, dup
     turned        x, cos, sin, 1 or -1 -> y
-    weights       logits, highest of each row, column [T, 1] -> what the backward takes, sums of exp(logit - highest) over rows,
-                  logit - highest in the column
-    weights_grad  what `weights` saved, highest, factor of each row, column, deduction of each row, dtype
-                  -> factor * exp(logit - highest), in the column less the deduction; may overwrite what was saved"""
+    weights       logits, highest of each row, column [T, 1] -> what the backward takes,
+                  sums of exp(logit - highest) over rows, logit - highest in the column
+    weights_grad  what `weights` saved, highest, factor of each row, column, deduction of each row,
+                  dtype -> factor * exp(logit - highest), in the column less the deduction;
+                  may overwrite what was saved"""
 
     normed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = _normed
-    normed_grad: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] = _normed_grad
+    normed_grad: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] = (
+        _normed_grad
+    )
     gated: Callable[[Tensor, Tensor, str], Tensor] = _gated
     gated_grad: Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor]] = _gated_grad
     turned: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _turned
     weights: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _weights
-    weights_grad: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor] = _weights_grad
+    weights_grad: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor] = (
+        _weights_grad
+    )
 
 
 WRITTEN_OUT = Elementwise()

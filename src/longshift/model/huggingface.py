@@ -1,7 +1,8 @@
-"""Hugging Face model folders: `config.json`, safetensors weights (one file, or shards with an index), tokenizer files.
+"""Hugging Face model folders: `config.json`, safetensors weights (one file, or shards with an
+index), tokenizer files.
 
-Reading is lazy, box by box: a rank reads no byte of a weight that it does not hold. What is written appears whole or not at all. Nothing
-here opens a pickle.
+Reading is lazy, box by box: a rank reads no byte of a weight that it does not hold. What is written
+appears whole or not at all. Nothing here opens a pickle.
 """
 
 import json
@@ -57,8 +58,8 @@ class Carried:
     `files`: by the name that they get.
     `end`: the token that ends a text, as it is written, and its id.
     `ids`: of special tokens, as a config.json named them.
-    `stops`: ids of tokens after which generation ends: the end of a text, and of a turn where turns were learned.
-    `config`: keys of the source's config.json that say nothing of the function.
+    `stops`: ids of tokens after which generation ends: the end of a text, and of a turn where turns
+    were learned. `config`: keys of the source's config.json that say nothing of the function.
     `template`: the chat template that was trained with, if there was one.
     """
 
@@ -71,11 +72,13 @@ class Carried:
 
 
 class _TensorFolder:
-    """The tensors of safetensors files in a folder, verified against weights of the parameter table when opened. Values are read on demand.
+    """The tensors of safetensors files in a folder, verified against weights of the parameter table
+    when opened. Values are read on demand.
 
-    `files`: opened, by path. `places`: by the name of a weight, its file and the name that it has there; `others`: the file of each tensor
-    that is none of the weights. `faults`: a line for each tensor that is missing or there twice, or has another shape or dtype than
-    something `says`; `names`: those under which a weight may be stored, the usual one first.
+    `files`: opened, by path. `places`: by the name of a weight, its file and the name that it has
+    there; `others`: the file of each tensor that is none of the weights. `faults`: a line for each
+    tensor that is missing or there twice, or has another shape or dtype than something `says`;
+    `names`: those under which a weight may be stored, the usual one first.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class _TensorFolder:
         for path, file in self.files.items():
             for name in file.keys():  # noqa: SIM118
                 if name in self.others:
-                    self.faults.append(f"twice       {name} in {self.others[name].name} and {path.name}")
+                    self.faults.append(
+                        f"twice       {name} in {self.others[name].name} and {path.name}"
+                    )
                 self.others[name] = path
 
         # 2. Each weight under the first of its names that is there.
@@ -106,13 +111,22 @@ class _TensorFolder:
             self.places[p.name] = self.others.pop(stored_name), stored_name
             view = self._view(p.name)
             if tuple(view.get_shape()) != p.shape:
-                self.faults.append(f"wrong shape {p.name}: {view.get_shape()} in the folder, {says} {list(p.shape)}")
+                self.faults.append(
+                    f"wrong shape {p.name}: {view.get_shape()} in the folder,"
+                    f" {says} {list(p.shape)}"
+                )
             if view.get_dtype() not in _DTYPES:
-                self.faults.append(f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
+                self.faults.append(
+                    f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
+                )
 
     def check(self, title: str) -> None:
         """Raise CheckpointError with all faults under a `title`, if there are any."""
-        unexpected = [f"unexpected  {name} in {path.name}" for name, path in self.others.items() if not _BUFFER.search(name)]
+        unexpected = [
+            f"unexpected  {name} in {path.name}"
+            for name, path in self.others.items()
+            if not _BUFFER.search(name)
+        ]
         faults = self.faults + unexpected
         if len(faults) > MAX_FAULTS:
             faults = [*faults[:MAX_FAULTS], f"and {len(faults) - MAX_FAULTS} more"]
@@ -134,11 +148,11 @@ class _TensorFolder:
 
 
 class WeightFolder(_TensorFolder):
-    """The weights of a folder, verified against the parameter table of `spec`: names, shapes and dtypes, all faults listed in one
-    CheckpointError.
+    """The weights of a folder, verified against the parameter table of `spec`: names, shapes and
+    dtypes, all faults listed in one CheckpointError.
 
-    A name may lack the table's first part, as in folders of the model without its head (`wte.weight`). A tied head that is stored
-    all the same must equal the embedding.
+    A name may lack the table's first part, as in folders of the model without its head
+    (`wte.weight`). A tied head that is stored all the same must equal the embedding.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec):
@@ -152,7 +166,8 @@ class WeightFolder(_TensorFolder):
             self._check_tied(spec, tied_head)
 
     def _check_tied(self, spec: ModelSpec, path: Path) -> None:
-        """Raise CheckpointError where a stored head differs from the embedding that it is tied to."""
+        """Raise CheckpointError where a stored head differs from the embedding that it is tied
+        to."""
         embedding = spec.params[0]
         with _reading(path):
             head = self.files[path].get_slice("lm_head.weight")
@@ -161,7 +176,9 @@ class WeightFolder(_TensorFolder):
         for row in range(0, spec.vocab if is_equal else 0, _ROW_BLOCK):
             rows = Box.whole(embedding.shape).cut(0, row, min(row + _ROW_BLOCK, spec.vocab))
             with _reading(path):
-                is_equal = is_equal and torch.equal(head[row : row + _ROW_BLOCK], self.read(embedding.name, rows))
+                is_equal = is_equal and torch.equal(
+                    head[row : row + _ROW_BLOCK], self.read(embedding.name, rows)
+                )
         if not is_equal:
             raise CheckpointError(
                 f"{path}: lm_head.weight differs from {embedding.name}, but config.json ties them; "
@@ -170,8 +187,9 @@ class WeightFolder(_TensorFolder):
 
 
 class AdapterFolder(_TensorFolder):
-    """The adapters of a folder of PEFT, verified against `spec`: what `adapter_config.json` says that changes the function, names, shapes
-    and dtypes, all faults listed in one CheckpointError."""
+    """The adapters of a folder of PEFT, verified against `spec`: what `adapter_config.json` says
+    that changes the function, names, shapes and dtypes, all faults listed in one
+    CheckpointError."""
 
     def __init__(self, folder: Path, spec: ModelSpec):
         path = folder / "adapter_model.safetensors"
@@ -179,7 +197,10 @@ class AdapterFolder(_TensorFolder):
         if not path.is_file():
             reason = "no such file"
             if (folder / "adapter_model.bin").is_file():
-                reason = "only a pickle, adapter_model.bin, which can run any code and is never opened here"
+                reason = (
+                    "only a pickle, adapter_model.bin, which can run any code and is never opened"
+                    " here"
+                )
             raise CheckpointError(f"{folder} holds no adapter_model.safetensors: {reason}")
         adapters = (p for p in spec.params if not p.frozen)
         super().__init__(
@@ -211,11 +232,11 @@ def write_folder(
     carried: Carried | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model that transformers opens. `tensors` come whole, in the order of the parameter table, and are cast to `dtype`; at
-    most one shard is in memory at a time.
+    """Write a model that transformers opens. `tensors` come whole, in the order of the parameter
+    table, and are cast to `dtype`; at most one shard is in memory at a time.
 
-    Raises CheckpointError when `folder` exists and is not empty, or cannot be written; nothing is left behind then.
-    """
+    Raises CheckpointError when `folder` exists and is not empty, or cannot be written; nothing is
+    left behind then."""
 
     def fill(scratch: Path) -> None:
         _write_weights(scratch, spec, iter(tensors), dtype, max_shard_bytes)
@@ -238,8 +259,8 @@ def write_adapters(
     base: str,
     carried: Carried,
 ) -> None:
-    """Write the adapters of a model, which `tensors` are by name, as a folder that PEFT opens beside the model folder `base`. Raises
-    CheckpointError as `write_folder` does."""
+    """Write the adapters of a model, which `tensors` are by name, as a folder that PEFT opens
+    beside the model folder `base`. Raises CheckpointError as `write_folder` does."""
     lora = spec.lora
     assert lora is not None
     # PEFT names every layer; `all` is a word of ours.
@@ -275,7 +296,10 @@ def write_adapters(
 def _write_new(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder that appears whole or not at all. Raises CheckpointError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty; export to another folder, or remove it: rm -r {folder}")
+        raise CheckpointError(
+            f"{folder} exists and is not empty; export to another folder, or remove it: rm -r"
+            f" {folder}"
+        )
     try:
         publish(folder, fill)
     except (OSError, SafetensorError) as error:
@@ -289,7 +313,8 @@ def _write_weights(
     dtype: torch.dtype,
     limit: int,
 ) -> None:
-    """Write files of at most `limit` bytes and, for several, their index. Raises ValueError for tensors that come in another order."""
+    """Write files of at most `limit` bytes and, for several, their index. Raises ValueError for
+    tensors that come in another order."""
     shards = _shards(spec, dtype, limit)
     weight_map = {}
     for number, names in enumerate(shards, 1):
@@ -330,8 +355,10 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
 
 
 def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
-    """Write the files beside the tokenizer; the ids of special tokens as a config.json names them."""
-    ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)  # null, because a family's default ids belong to another tokenizer
+    """Write the files beside the tokenizer; the ids of special tokens as a config.json names
+    them."""
+    # null, because a family's default ids belong to another tokenizer.
+    ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     if carried is None:
         return ids
 
@@ -341,9 +368,14 @@ def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
     for name, source in carried.files.items():
         shutil.copyfile(source, folder / name)
 
-    # 2. What the tokenizer's config lacks: the end of a text, and the chat template that was trained with.
+    # 2. What the tokenizer's config lacks: the end of a text, and the chat template that was
+    # trained with.
     path = folder / "tokenizer_config.json"
-    source_config = json.loads(path.read_text("utf-8")) if path.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    source_config = (
+        json.loads(path.read_text("utf-8"))
+        if path.exists()
+        else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
     config = dict(source_config)
     if not config.get("eos_token"):
         config["eos_token"] = end_word
@@ -369,7 +401,9 @@ def _write_generation(path: Path, ids: Mapping[str, Any], stops: Sequence[int]) 
     ends = list(dict.fromkeys([*source_ends, *stops]))
     special_ids = {key: value for key, value in ids.items() if value is not None}
     path.unlink(missing_ok=True)
-    _write_json(path, {**special_ids, **source_config, "eos_token_id": ends[0] if len(ends) == 1 else ends})
+    _write_json(
+        path, {**special_ids, **source_config, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    )
 
 
 def _is_plain(name: str) -> bool:
@@ -378,37 +412,49 @@ def _is_plain(name: str) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or every one that the index names, which must be there."""
+    """The safetensors files of a folder: one, or every one that the index names, which must be
+    there."""
     if (folder / SINGLE).is_file():  # as `transformers` does, also beside an index
         return [_inside(folder, folder / SINGLE)]
     if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
+            )
             strangers = [name for name in names if not (isinstance(name, str) and _is_plain(name))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{folder / INDEX} cannot be read as an index of weight files: {error!r}") from error
+            raise CheckpointError(
+                f"{folder / INDEX} cannot be read as an index of weight files: {error!r}"
+            ) from error
         if strangers:
-            raise CheckpointError(f"{folder / INDEX} names {shown(strangers[0])}, which is no file name: weights lie in the folder itself")
+            raise CheckpointError(
+                f"{folder / INDEX} names {shown(strangers[0])}, which is no file name: weights lie"
+                " in the folder itself"
+            )
         files = [folder / name for name in names]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
             raise CheckpointError(
-                f"{folder}: {INDEX} names {len(missing)} of {len(files)} files that are missing: {', '.join(missing[:20])}"
+                f"{folder}: {INDEX} names {len(missing)} of {len(files)} files that are missing:"
+                f" {', '.join(missing[:20])}"
             )
         return [_inside(folder, file) for file in files]
-    if pickles := sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*")):
+    if pickles := sorted(path.name for path in folder.glob("*.bin")) + sorted(
+        path.name for path in folder.glob("*.pt*")
+    ):
         raise CheckpointError(
-            f"{folder} holds its weights as pickles ({', '.join(pickles[:3])}), which can run any code and are never opened here; "
-            "convert them once, if you trust them:\n  "
-            f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
-            f".save_pretrained('{folder}-safetensors')\""
+            f"{folder} holds its weights as pickles ({', '.join(pickles[:3])}), which can run any"
+            " code and are never opened here; convert them once, if you trust them:\n  python -c"
+            f" \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}',"
+            f" dtype='auto').save_pretrained('{folder}-safetensors')\""
         )
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
 
 def _inside(folder: Path, file: Path) -> Path:
-    """The file, where it lies in the folder, where the cache of the Hugging Face hub keeps what its snapshots link to, or below the working
-    folder, as stores of dvc and git-annex do. Raises CheckpointError for a link to elsewhere."""
+    """The file, where it lies in the folder, where the cache of the Hugging Face hub keeps what its
+    snapshots link to, or below the working folder, as stores of dvc and git-annex do. Raises
+    CheckpointError for a link to elsewhere."""
     target = file.resolve()
     folder = folder.resolve()
     allowed = [folder, folder.parent.parent / "blobs"]
@@ -418,8 +464,8 @@ def _inside(folder: Path, file: Path) -> Path:
             allowed.append(working)
     if not any(target.is_relative_to(place) for place in allowed):
         raise CheckpointError(
-            f"{file} is a link out of its folder, to {target}: copy the file there, name the folder that holds it, or start from a "
-            "folder that holds both"
+            f"{file} is a link out of its folder, to {target}: copy the file there, name the folder"
+            " that holds it, or start from a folder that holds both"
         )
     return file
 
@@ -436,7 +482,9 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, RuntimeError) as error:
         # RuntimeError: torch could not map the file.
-        raise CheckpointError(f"{path} is damaged or unreadable: {error}; fetch it again") from error
+        raise CheckpointError(
+            f"{path} is damaged or unreadable: {error}; fetch it again"
+        ) from error
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
-EVEN = 1024  # tokens, whose multiples cuDNN's attention takes: chunks and their cuts are, most documents are not (`model.cut`)
-LONG = 6144  # tokens: of longer pieces it takes what it can; such documents are computed in a call of their own
+# tokens, whose multiples cuDNN's attention takes: chunks and their cuts are, most documents are not
+# (`model.cut`).
+EVEN = 1024
+# tokens: of longer pieces it takes what it can; such documents are computed in a call of their own.
+LONG = 6144
 
 
 def banded(lengths: Sequence[int], window: int | None) -> bool:

@@ -1,10 +1,11 @@
 """Attention kernels, torch's and our tiles: what they take and return.
 
-Ring attention and streaming need two things of a kernel beside speed: the log-sum-exp of the scores, and a backward that takes the
-output and log-sum-exp of a *larger* attention, of which the keys at hand are a part.
+Ring attention and streaming need two things of a kernel beside speed: the log-sum-exp of the
+scores, and a backward that takes the output and log-sum-exp of a *larger* attention, of which the
+keys at hand are a part.
 
-Shapes: q [T, N, H], k and v [S, K, H], out [T, N, H], lse [T, N], float32 (float64 for float64); K divides N. `causal` takes as many keys
-as queries.
+Shapes: q [T, N, H], k and v [S, K, H], out [T, N, H], lse [T, N], float32 (float64 for float64); K
+divides N. `causal` takes as many keys as queries.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +20,27 @@ from longshift.model.packed import Packed
 
 aten = torch.ops.aten
 MOST_SCORES = 2**26  # that the definition of attention holds at one time
-# Of queries and of keys, where the mask is not causal, and where it is: half a tile on its edge is in vain.
+# Of queries and of keys, where the mask is not causal, and where it is: half a tile on its edge is
+# in vain.
 TILED_TOKENS = {False: 2048, True: 4096}
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> (out, lse)
-Backward = Callable[..., Sequence[Tensor]]  # (grad, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)
+# (grad, q, k, v, out, lse, causal, scale) -> (dq, dk, dv).
+Backward = Callable[..., Sequence[Tensor]]
 Fold = Callable[..., None]  # (out, lse, q, k, v, causal, scale, first), the first two in place
-Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale), the first three in place
+# (dq, dk, dv, grad, q, k, v, out, lse, causal, scale), the first three in place.
+Add = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`fold` and `add`: as `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what
-    those two return. `packed`: what takes whole documents in one call, where there is something. `rest`: another kernel for the pieces
-    that this one does not take. `whole`: of a kernel that is cut (`model.cut`), the one that takes most of each piece. `repeats`: whether
-    its backward on a GPU gives the same bits every time: always, where torch is asked for deterministic algorithms, or never; on a CPU
-    every kernel does, for a number of threads."""
+    """`fold` and `add`: as `forward` and `backward`, on sums that grow from piece to piece, where a
+    kernel does better than to merge what those two return. `packed`: what takes whole documents in
+    one call, where there is something. `rest`: another kernel for the pieces that this one does not
+    take. `whole`: of a kernel that is cut (`model.cut`), the one that takes most of each piece.
+    `repeats`: whether its backward on a GPU gives the same bits every time: always, where torch is
+    asked for deterministic algorithms, or never; on a CPU every kernel does, for a number of
+    threads."""
 
     name: str
     forward: Forward
@@ -51,7 +57,9 @@ class Kernel:
         """Whether equal inputs give equal bits on this device, as torch is set now."""
         if device.type != "cpu":
             repeating = ("always", "asked") if asked() else ("always",)
-            if self.repeats not in repeating or (self.packed and self.packed.repeats not in repeating):
+            if self.repeats not in repeating or (
+                self.packed and self.packed.repeats not in repeating
+            ):
                 return False
         return self.rest is None or self.rest.deterministic(device)
 
@@ -62,12 +70,16 @@ class Kernel:
 
 def asked() -> bool:
     """Whether torch is asked for deterministic algorithms, and not only for warnings."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
-    """Fold one partial attention into `out` and `lse`, both in at least float32, in place. The `first` is the causal diagonal, which
-    reaches every query, so that nothing is ever -inf; logaddexp keeps any gap between the two finite."""
+    """Fold one partial attention into `out` and `lse`, both in at least float32, in place. The
+    `first` is the causal diagonal, which reaches every query, so that nothing is ever -inf;
+    logaddexp keeps any gap between the two finite."""
     if first:
         out.copy_(part)
         lse.copy_(part_lse)
@@ -100,12 +112,15 @@ def flat(t: Tensor) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """On a GPU 16-bit numbers only have a fused kernel; others go by the definition, which is slow."""
+    """On a GPU 16-bit numbers only have a fused kernel; others go by the definition, which is
+    slow."""
     if q.device.type == "cpu":
         return flash_on_cpu(q, k, v, causal, scale)
     if q.dtype not in (torch.float16, torch.bfloat16):
         return reference(q, k, v, causal, scale)
-    out, lse = aten._scaled_dot_product_flash_attention(*batched(q, k, v), 0.0, causal, False, scale=scale)[:2]
+    out, lse = aten._scaled_dot_product_flash_attention(
+        *batched(q, k, v), 0.0, causal, False, scale=scale
+    )[:2]
     return flat(out), flat(lse)
 
 
@@ -129,14 +144,32 @@ def flash_backward(
     seed = torch.empty(0, dtype=torch.uint64, device=q.device)
     # Without lengths of documents, and nothing is dropped.
     grads = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        seed,
+        seed,
+        scale=scale,
     )
     return [flat(g) for g in grads[:3]]
 
 
-def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def flash_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Out and lse by torch's kernel for CPUs, which takes all formats."""
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*batched(q, k, v), 0.0, causal, scale=scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        *batched(q, k, v), 0.0, causal, scale=scale
+    )
     return flat(out), flat(lse)
 
 
@@ -152,7 +185,9 @@ def flash_on_cpu_backward(
 ) -> list[Tensor]:
     """Gradients (dq, dk, dv) for a global `out` and `lse`, by torch's kernel for CPUs."""
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
     return [flat(g) for g in grads[:3]]
 
 
@@ -165,8 +200,8 @@ def reference(
     cap: float | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, some rows at a time. `cap`: scores are cap * tanh(score / cap). `window`: of a causal one, the last
-    tokens that a token sees."""
+    """Attention by its definition, some rows at a time. `cap`: scores are cap * tanh(score / cap).
+    `window`: of a causal one, the last tokens that a token sees."""
     q, k, v = batched(q, k, v)
     keys = _per_query_head(k, q)
     values = _per_query_head(v, q)
@@ -205,7 +240,8 @@ def reference_backward(
         row_grad = grad[:, :, rows]
         scores = _scores(row_q, keys, causal, scale, first, cap, window)
         p = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
-        slope = scores.div_(cap).clamp_(min=-1).square_().neg_().add_(1) if cap else None  # of tanh; 0 where hidden
+        # Of tanh; 0 where hidden.
+        slope = scores.div_(cap).clamp_(min=-1).square_().neg_().add_(1) if cap else None
         del scores  # freed before the gradients of the scores are allocated
 
         # 2. Gradients of the scores, in units of q k^T.
@@ -251,13 +287,16 @@ def _hidden(scores: Tensor, first: int, window: int | None) -> Tensor:
 
 
 def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
-    """Keys or values [1, K, S, H], each repeated for the query heads that share it: [1, N, S, H]."""
+    """Keys or values [1, K, S, H], each repeated for the query heads that share it: [1, N, S,
+    H]."""
     return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Out and lse by cuDNN, which returns a log-sum-exp with one dim more."""
-    out, lse = aten._scaled_dot_product_cudnn_attention(*batched(q, k, v), None, True, 0.0, causal, False, scale=scale)[:2]
+    out, lse = aten._scaled_dot_product_cudnn_attention(
+        *batched(q, k, v), None, True, 0.0, causal, False, scale=scale
+    )[:2]
     return flat(out), flat(lse.reshape(1, q.shape[1], q.shape[0]))
 
 
@@ -268,18 +307,36 @@ def _cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequ
     lse = lse.unsqueeze(-1).contiguous()
     # Without a bias and lengths of documents, and nothing is dropped.
     grads = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
     )
     return [flat(t) for t in grads]
 
 
 def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
-    """Large matmuls round to bf16, and are worth their number of operations from TILED_TOKENS on."""
+    """Large matmuls round to bf16, and are worth their number of operations from TILED_TOKENS
+    on."""
     return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
 
 
-FLASH = Kernel("flash", flash, flash_backward, repeats="asked")  # atomic additions to dq, one order where asked
-FLASH_ON_CPU = Kernel("flash", flash_on_cpu, flash_on_cpu_backward)  # for tensors whose device does not tell
+# Atomic additions to dq, one order where asked.
+FLASH = Kernel("flash", flash, flash_backward, repeats="asked")
+# For tensors whose device does not tell.
+FLASH_ON_CPU = Kernel("flash", flash_on_cpu, flash_on_cpu_backward)
 TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
 BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, repeats="never")  # torch asks it for nothing
@@ -291,15 +348,22 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def capped(cap: float) -> Kernel:
-    """Attention whose scores are soft-capped, as no kernel of torch has it: by its definition, in at least float32."""
+    """Attention whose scores are soft-capped, as no kernel of torch has it: by its definition, in
+    at least float32."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         wide_q, wide_k, wide_v = _widened(q, k, v)
         out, lse = reference(wide_q, wide_k, wide_v, causal, scale, cap)
         return out.to(q.dtype), lse
 
     def backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
         grad, wide_q, wide_k, wide_v, out = _widened(grad, q, k, v, out)
-        return [g.to(q.dtype) for g in reference_backward(grad, wide_q, wide_k, wide_v, out, lse, causal, scale, cap)]
+        return [
+            g.to(q.dtype)
+            for g in reference_backward(grad, wide_q, wide_k, wide_v, out, lse, causal, scale, cap)
+        ]
 
-    return Kernel(f"math, scores capped at {cap:g}", forward, backward, repeats="asked")  # cuBLAS, a workspace a stream
+    # cuBLAS, a workspace a stream.
+    return Kernel(f"math, scores capped at {cap:g}", forward, backward, repeats="asked")

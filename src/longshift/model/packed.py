@@ -1,10 +1,11 @@
 """Attention of whole documents, laid end to end, in one call of a kernel.
 
-A call for each document costs a pack of many short ones more than their arithmetic. FlashAttention-2 (arXiv 2307.08691) takes cumulative
-lengths instead, `ends` [documents + 1], int32, from 0; and a window, as the last tokens that a token sees, so that a band is one call too.
+A call for each document costs a pack of many short ones more than their arithmetic.
+FlashAttention-2 (arXiv 2307.08691) takes cumulative lengths instead, `ends` [documents + 1], int32,
+from 0; and a window, as the last tokens that a token sees, so that a band is one call too.
 
-    ends   0        5 6              43        a token sees the keys of its document up to its own, the last `window` of them
-           |document| |   document   |
+    ends   0        5 6              43    a token sees the keys of its document up to its own,
+           |document| |   document   |     the last `window` of them
 
 Letters as in `model.kernels`; out [T, N, H], lse [T, N], float32.
 """
@@ -21,13 +22,16 @@ from longshift.model.kernel_calls import banded
 
 aten = torch.ops.aten
 
-Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, ends, lengths, window, scale) -> (out, lse)
-Backward = Callable[..., Sequence[Tensor]]  # (grad, q, k, v, out, lse, ends, lengths, window, scale) -> (dq, dk, dv)
+# (q, k, v, ends, lengths, window, scale) -> (out, lse).
+Forward = Callable[..., tuple[Tensor, Tensor]]
+# (grad, q, k, v, out, lse, ends, lengths, window, scale) -> (dq, dk, dv).
+Backward = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A kernel over packs. `windows`: whether it takes one; `repeats`: as of `model.kernels.Kernel`."""
+    """A kernel over packs. `windows`: whether it takes one; `repeats`: as of
+    `model.kernels.Kernel`."""
 
     forward: Forward
     backward: Backward
@@ -35,12 +39,14 @@ class Packed:
     repeats: Literal["always", "asked", "never"] = "always"
 
     def takes(self, lengths: Sequence[int], window: int | None) -> bool:
-        """Whether it computes this pack; a single document without a window is one call of any kernel."""
+        """Whether it computes this pack; a single document without a window is one call
+        of any kernel."""
         return self.windows if banded(lengths, window) else len(lengths) > 1
 
 
 def ends_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where documents begin and the last one ends. On a GPU the copy waits for the device: who can makes them before."""
+    """Where documents begin and the last one ends. On a GPU the copy waits for the device: who can
+    makes them before."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -56,7 +62,9 @@ def flash_forward(
     """Out and lse of all documents, by FlashAttention-2."""
     longest = max(lengths)
     # ends and longest of queries, then of keys; no dropout, causal, no debug mask
-    out, lse = aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale, **_band(window))[:2]
+    out, lse = aten._flash_attention_forward(
+        q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale, **_band(window)
+    )[:2]
     return out, lse.view(q.shape[1], q.shape[0]).t().contiguous()
 
 
@@ -74,7 +82,8 @@ def flash_backward(
 ) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv) of all documents, by FlashAttention-2."""
     longest = max(lengths)
-    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # nothing is dropped, so nothing reads it
+    # Nothing is dropped, so nothing reads it.
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     lse = lse.t().contiguous()
     return aten._flash_attention_backward(
         grad,

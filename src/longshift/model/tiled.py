@@ -1,16 +1,17 @@
 """Attention by matmuls of tiles, for CPUs that multiply bf16 much faster than float32.
 
-Paper: FlashAttention-2 (arXiv 2307.08691), its order of tiles, forward and backward. Torch's own flash kernel for CPUs multiplies many
-small tiles; here a tile is one large matmul. Scores and the gradients of their weights need float32: their factors are bf16 already, so
-float32 copies are multiplied, which the CPU rounds to bf16 again, for nothing, and sums in float32.
+Paper: FlashAttention-2 (arXiv 2307.08691), its order of tiles, forward and backward. Torch's own
+flash kernel for CPUs multiplies many small tiles; here a tile is one large matmul. Scores and the
+gradients of their weights need float32: their factors are bf16 already, so float32 copies are
+multiplied, which the CPU rounds to bf16 again, for nothing, and sums in float32.
 
     for rows of q                   for rows of q, grad
         for columns of k, v             for columns of k, v
             s = q k^T                       p = exp(q k^T - lse)      ds = p (grad v^T - delta)
             out, max, sum: online           dv += p^T grad    dk += ds^T q    dq += ds k
 
-Query heads that share a key/value head are stacked as rows. Memory beyond q, k, v and the results: three tiles, and dk and dv in float32.
-"""
+Query heads that share a key/value head are stacked as rows. Memory beyond q, k, v and the results:
+three tiles, and dk and dv in float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,13 +43,15 @@ def fold(
     scale: float,
     first: bool,
 ) -> None:
-    """Attention to these keys, too, into `out` and `lse`, in place; if they are the `first`, what was there counts for nothing."""
+    """Attention to these keys, too, into `out` and `lse`, in place; if they are the `first`, what
+    was there counts for nothing."""
     wide = _scratch(q, k, torch.float32)
     narrow = _scratch(q, k, q.dtype)
     with _in_bf16():
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
-                # 1. Sums begin at nothing, or at what the keys before these gave: weights that add up to 1 below its log-sum-exp.
+                # 1. Sums begin at nothing, or at what the keys before these gave: weights that add
+                # up to 1 below its log-sum-exp.
                 queries = _stacked(q[rows, heads]).float()
                 if first:
                     o = torch.zeros_like(queries)
@@ -79,7 +82,9 @@ def fold(
                     total.mul_(shrink).addcmul_(tile_total, tile_shrink)
                     highest = new_highest
                 out[rows, heads] = _unstacked(o.div_(total), out[rows, heads])
-                lse[rows, heads] = _unstacked(highest + total.log_(), lse[rows, heads].unsqueeze(-1)).squeeze(-1)
+                lse[rows, heads] = _unstacked(
+                    highest + total.log_(), lse[rows, heads].unsqueeze(-1)
+                ).squeeze(-1)
 
 
 def backward(
@@ -116,11 +121,14 @@ def add(
 ) -> None:
     """Add what these keys and values give to the gradients, in place: dk and dv are float32."""
     delta = torch.einsum("tnh,tnh->tn", grad.float(), out.float())
-    scratch_p, scratch_ds, scratch_bf16 = (_scratch(q, k, dtype) for dtype in (torch.float32, torch.float32, q.dtype))
+    scratch_p, scratch_ds, scratch_bf16 = (
+        _scratch(q, k, dtype) for dtype in (torch.float32, torch.float32, q.dtype)
+    )
     with _in_bf16():
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
-                # Scores and gradients of weights need float32, the products that are summed take factors in bf16.
+                # Scores and gradients of weights need float32, the products that are summed take
+                # factors in bf16.
                 queries = _stacked(q[rows, heads])
                 grads = _stacked(grad[rows, heads])
                 wide_queries = queries.float()
@@ -131,7 +139,10 @@ def add(
                 for columns in tiles:
                     keys = k[columns, head].contiguous()
                     values = v[columns, head].contiguous()
-                    p, ds, factor = (_part(flat, len(queries), columns) for flat in (scratch_p, scratch_ds, scratch_bf16))
+                    p, ds, factor = (
+                        _part(flat, len(queries), columns)
+                        for flat in (scratch_p, scratch_ds, scratch_bf16)
+                    )
                     torch.mm(wide_queries, keys.float().T, out=p)
                     torch.add(-row_lse, p, alpha=scale, out=p).exp_()
                     if causal:
@@ -145,7 +156,8 @@ def add(
 
 @contextmanager
 def _in_bf16() -> Iterator[None]:
-    """Matmuls of float32 round their inputs to bf16. [Note: process-wide] No other thread of a rank multiplies."""
+    """Matmuls of float32 round their inputs to bf16. [Note: process-wide] No other thread of a rank
+    multiplies."""
     matmul: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (unknown to type checkers)
     previous = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
@@ -162,18 +174,21 @@ def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[slice]]]:
-    """Rows, and the columns they see. Columns begin at multiples of their number, which the rows' number divides: where the mask is causal
-    every row of a tile sees at least its first column."""
+    """Rows, and the columns they see. Columns begin at multiples of their number, which the rows'
+    number divides: where the mask is causal every row of a tile sees at least its first column."""
     height = _height(q, k)
     for start in range(0, len(q), height):
         rows = slice(start, min(len(q), start + height))
         num_keys = rows.stop if causal else len(k)
-        tiles = [slice(first, min(num_keys, first + COLUMNS)) for first in range(0, num_keys, COLUMNS)]
+        tiles = [
+            slice(first, min(num_keys, first + COLUMNS)) for first in range(0, num_keys, COLUMNS)
+        ]
         yield rows, tiles
 
 
 def _height(q: Tensor, k: Tensor) -> int:
-    """Rows of a tile for each query head: a power of two, so that all heads of a group have ROWS or fewer."""
+    """Rows of a tile for each query head: a power of two, so that all heads of a group have ROWS or
+    fewer."""
     return max(1, ROWS >> (q.shape[1] // k.shape[1] - 1).bit_length())
 
 
@@ -181,7 +196,9 @@ def _hide_later(s: Tensor, rows: slice, columns: slice, value: float) -> None:
     """Set columns that are later than their row to `value`, in place."""
     if columns.stop > rows.start + 1:
         count = rows.stop - rows.start
-        later = torch.ones(count, columns.stop - columns.start, dtype=torch.bool).triu(rows.start - columns.start + 1)
+        later = torch.ones(count, columns.stop - columns.start, dtype=torch.bool).triu(
+            rows.start - columns.start + 1
+        )
         s.view(-1, count, s.shape[1]).masked_fill_(later, value)
 
 

@@ -1,13 +1,17 @@
-"""A loss of the user's own: a function of logits and labels that gives each token's loss, summed as `model.loss` sums cross-entropies.
+"""A loss of the user's own: a function of logits and labels that gives each token's loss, summed as
+`model.loss` sums cross-entropies.
 
     rows [T, V], at least float32 ─ function(rows, labels) ─ losses [T] ─ sum over target tokens
 
-Its gradient is formed in the forward, and waits for the backward in place of the function's graph: [T, V_i] of a rank that holds V_i
-columns. A token that is no target has label 0 when the function sees it, and its loss and gradient are dropped.
+Its gradient is formed in the forward, and waits for the backward in place of the function's graph:
+[T, V_i] of a rank that holds V_i columns. A token that is no target has label 0 when the function
+sees it, and its loss and gradient are dropped.
 
-[Note: what a token loss may do] A layout cuts tokens anywhere, into packs, chunks and blocks of rows, and the numbers must stay. So the
-loss of a token depends on its own row and label. The ledger and the clock play the function on tensors without values, so it may not ask
-for values (`.item()`, `if loss > 0`, boolean indices), nor use tensors that lie elsewhere than the logits. All of it is tried once.
+[Note: what a token loss may do] A layout cuts tokens anywhere, into packs, chunks and blocks of
+rows, and the numbers must stay. So the loss of a token depends on its own row and label. The ledger
+and the clock play the function on tensors without values, so it may not ask for values (`.item()`,
+`if loss > 0`, boolean indices), nor use tensors that lie elsewhere than the logits. All of it is
+tried once.
 """
 
 from collections.abc import Callable
@@ -29,12 +33,18 @@ Columns = Callable[[Tensor], Tensor]
 
 
 class TokenLossSum(torch.autograd.Function):
-    """apply(logits [T, V_i], labels [T], function, gather, select) -> scalar, float32 (float64 for float64). `gather`: all columns
-    [T, V] of the rows; `select`: of [T, V] the columns [T, V_i] of this rank."""
+    """apply(logits [T, V_i], labels [T], function, gather, select) -> scalar, float32 (float64 for
+    float64). `gather`: all columns [T, V] of the rows; `select`: of [T, V] the columns [T, V_i] of
+    this rank."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, logits: Tensor, labels: Tensor, function: "CheckedLoss", gather: Columns, select: Columns
+        ctx,
+        logits: Tensor,
+        labels: Tensor,
+        function: "CheckedLoss",
+        gather: Columns,
+        select: Columns,
     ) -> Tensor:
         counted = labels != IGNORE
         rows = gather(logits)
@@ -59,7 +69,9 @@ class CheckedLoss:
         self.text = text
         self.function = function
 
-    def sum_and_gradient(self, rows: Tensor, labels: Tensor, counted: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+    def sum_and_gradient(
+        self, rows: Tensor, labels: Tensor, counted: Tensor, learns: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """The sum of the losses of the counted tokens, and its gradient [T, V] if it `learns`."""
         rows = rows.detach().requires_grad_(learns)
         with torch.set_grad_enabled(learns):
@@ -68,28 +80,42 @@ class CheckedLoss:
         if not learns:
             return total, None
         (grad,) = torch.autograd.grad(total, rows)
-        # A gradient may be one number expanded. Zero times a derivative that is not finite is not zero.
+        # A gradient may be one number expanded. Zero times a derivative that is not finite is not
+        # zero.
         return total.detach(), grad.contiguous().masked_fill_(~counted.unsqueeze(-1), 0.0)
 
     def losses(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """The loss [T] of each token. Raises UsageError for a result of another shape or format, or logits that were changed."""
+        """The loss [T] of each token. Raises UsageError for a result of another shape or format, or
+        logits that were changed."""
         version = rows._version
         losses = self.function(rows, labels)
         if rows._version != version:
             raise self._fault("changes its logits in place; compute on a copy")
         if not isinstance(losses, Tensor):
-            raise self._fault(f"returns {type(losses).__name__}, and a tensor with the loss of each token is needed")
+            raise self._fault(
+                f"returns {type(losses).__name__}, and a tensor with the loss of each token is"
+                " needed"
+            )
         if losses.shape != labels.shape:
             shape = list(losses.shape)
-            raise self._fault(f"returns shape {shape} for {len(labels)} tokens; return the loss of each, neither sum nor mean")
+            raise self._fault(
+                f"returns shape {shape} for {len(labels)} tokens; return the loss of each, neither"
+                " sum nor mean"
+            )
         if losses.dtype != rows.dtype:
-            raise self._fault(f"returns {losses.dtype} for logits of {rows.dtype}; leave the format as it is")
+            raise self._fault(
+                f"returns {losses.dtype} for logits of {rows.dtype}; leave the format as it is"
+            )
         if rows.requires_grad and not losses.requires_grad:
-            raise self._fault("returns losses that have no gradient; compute them from the logits, without detach or no_grad")
+            raise self._fault(
+                "returns losses that have no gradient; compute them from the logits, without detach"
+                " or no_grad"
+            )
         return losses
 
     def check(self, vocab: int) -> None:
-        """Try the function once, on random rows. Raises UsageError where it is no sum over tokens, or cannot be played without values."""
+        """Try the function once, on random rows. Raises UsageError where it is no sum over tokens,
+        or cannot be played without values."""
         generator = torch.Generator().manual_seed(0)
         logits = 4 * torch.randn(sum(CHECK_ROWS), vocab, generator=generator, dtype=torch.float64)
         labels = torch.randint(vocab, (sum(CHECK_ROWS),), generator=generator)
@@ -102,9 +128,9 @@ class CheckedLoss:
             raise
         except Exception as fault:
             raise self._fault(
-                f"cannot be played on tensors without values, by which memory is predicted: {self._describe(fault)}; "
-                "it may not ask for values (.item(), if, boolean indices), and must make tensors where the logits "
-                "are (device=logits.device)"
+                "cannot be played on tensors without values, by which memory is predicted:"
+                f" {self._describe(fault)}; it may not ask for values (.item(), if, boolean"
+                " indices), and must make tensors where the logits are (device=logits.device)"
             ) from fault
 
     def _check_independence(self, logits: Tensor, labels: Tensor) -> None:
@@ -113,18 +139,27 @@ class CheckedLoss:
             with torch.no_grad():  # or autograd would refuse a change in place, in other words
                 self.losses(logits.clone(), labels)
             whole = self._losses_and_gradient(logits, labels)
-            parts = [self._losses_and_gradient(*part) for part in zip(logits.split(CHECK_ROWS), labels.split(CHECK_ROWS))]
+            parts = [
+                self._losses_and_gradient(*part)
+                for part in zip(logits.split(CHECK_ROWS), labels.split(CHECK_ROWS))
+            ]
         except UsageError:
             raise
         except Exception as fault:
-            raise self._fault(f"fails on random logits [{len(labels)}, {logits.shape[1]}]: {self._describe(fault)}") from fault
+            raise self._fault(
+                f"fails on random logits [{len(labels)}, {logits.shape[1]}]:"
+                f" {self._describe(fault)}"
+            ) from fault
         for what, of_whole, of_parts in zip(("loss", "gradient"), whole, zip(*parts)):
-            difference = float((of_whole - torch.cat(of_parts)).abs().max() / of_whole.abs().max().clamp_min(1.0))
+            difference = float(
+                (of_whole - torch.cat(of_parts)).abs().max() / of_whole.abs().max().clamp_min(1.0)
+            )
             if not difference <= TOLERANCE[logits.dtype]:
                 raise self._fault(
-                    f"is no sum over tokens: the {what} of a token differs by {difference:.1g} with the tokens that are "
-                    "computed beside it. Layouts cut tokens into packs and chunks anywhere, so the loss of a token must "
-                    "depend on its own row and label alone"
+                    f"is no sum over tokens: the {what} of a token differs by {difference:.1g} with"
+                    " the tokens that are computed beside it. Layouts cut tokens into packs and"
+                    " chunks anywhere, so the loss of a token must depend on its own row and label"
+                    " alone"
                 )
 
     def _losses_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +179,8 @@ class CheckedLoss:
 
 @lru_cache(maxsize=16)
 def token_loss(text: str, vocab: int) -> CheckedLoss:
-    """The token loss that a config names "package.module:name", tried on rows of so many columns. Raises UsageError."""
+    """The token loss that a config names "package.module:name", tried on rows of so many columns.
+    Raises UsageError."""
     function = load_object(text, KEY)
     if not callable(function):
         raise UsageError(f"{KEY}: {text} is no function of logits and labels")

@@ -54,7 +54,9 @@ def forward_into(
         for queries, keys, mask in pairs_of((group.index - step) % group.size):
             is_first = first and step == 0 and mask == "causal"
             # No names for k and v: they would keep these keys when the next ones are here.
-            attention.fold(out[queries], lse[queries], q[queries], kv[0, keys], kv[1, keys], mask, is_first)
+            attention.fold(
+                out[queries], lse[queries], q[queries], kv[0, keys], kv[1, keys], mask, is_first
+            )
 
         # 2. Take those of the rank before.
         arrival.pending.wait()
@@ -135,7 +137,9 @@ class RingAttention(torch.autograd.Function):
         ctx, q, k, v, order: TokenOrder, window: int | None, attention: Attention, group: Group
     ):
         pairs_of = partial(pairs, order, group.index, window=window)
-        o, lse = attention.whole(lambda: _forward(q, torch.stack((k, v)), pairs_of, attention, group))
+        o, lse = attention.whole(
+            lambda: _forward(q, torch.stack((k, v)), pairs_of, attention, group)
+        )
         output = () if attention.again else (o, lse)
         ctx.save_for_backward(q, k, v, *output)
         ctx.pairs_of = pairs_of

@@ -1,4 +1,5 @@
-"""The seams of one rank, with the process groups of its axes. Each technique's file replaces those that it changes."""
+"""The seams of one rank, with the process groups of its axes. Each technique's file replaces those
+that it changes."""
 
 from longshift.dist.collectives import Group
 from longshift.dist.world import World

@@ -1,15 +1,20 @@
 """Tensor parallelism with Megatron sequence parallelism.
 
-Papers: Megatron-LM (arXiv 1909.08053), Reducing Activation Recomputation (arXiv 2205.05198, "sequence parallelism").
+Papers: Megatron-LM (arXiv 1909.08053), Reducing Activation Recomputation (arXiv 2205.05198,
+"sequence parallelism").
 
-Sharding over t tensor-parallel ranks: weights that enter wide, W[F_t, D] (q, k, v, gate, up), are cut by output; weights that leave,
-W[D, F_t] (o, down), by input; embedding and head by vocabulary, E[V_t, D]. The residual stream x[T_t, D] and the norms see a share of
-the tokens, so that every weight's gradient, the uncut norms' too, is a partial sum over the ranks that hold it.
+Sharding over t tensor-parallel ranks: weights that enter wide, W[F_t, D] (q, k, v, gate, up), are
+cut by output; weights that leave, W[D, F_t] (o, down), by input; embedding and head by vocabulary,
+E[V_t, D]. The residual stream x[T_t, D] and the norms see a share of the tokens, so that every
+weight's gradient, the uncut norms' too, is a partial sum over the ranks that hold it.
 
-    x[T_t, D] ─ norm ─ all-gather ─ [T, D] W[F_t, D] ─ [T, F_t] ─ W[D, F_t] ─ partial [T, D] ─ reduce-scatter ─ x[T_t, D]
+    x[T_t, D] ─ norm ─ all-gather ─ [T, D]
+              ─ W[F_t, D] ─ [T, F_t] ─ W[D, F_t]
+              ─ partial [T, D] ─ reduce-scatter ─ x[T_t, D]
 
-Bytes in and out of a rank, per block: forward 2 all-gathers and 2 reduce-scatters of T*D*(t-1)/t elements; backward the same.
-The loss moves three numbers a token; a loss of the user's own moves logits, of which every rank then has whole rows.
+Bytes in and out of a rank, per block: forward 2 all-gathers and 2 reduce-scatters of T*D*(t-1)/t
+elements; backward the same. The loss moves three numbers a token; a loss of the user's own moves
+logits, of which every rank then has whole rows.
 """
 
 import torch
@@ -46,7 +51,9 @@ class TensorSeams(LayoutOps):
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
         if self.token_loss is not None:
-            return token_loss_sum(logits_TV, labels_T, self.token_loss, self.spec.vocab, self.tensor_group)
+            return token_loss_sum(
+                logits_TV, labels_T, self.token_loss, self.spec.vocab, self.tensor_group
+            )
         return loss(logits_TV, labels_T, self.vocab_first, self.tensor_group, by)
 
 
@@ -61,15 +68,19 @@ def leave(x: Tensor, group: Group) -> Tensor:
 
 
 def embed(weight: Tensor, tokens_T: Tensor, first: int, group: Group) -> Tensor:
-    """This rank's share [T/t, D] of the embeddings; it holds vocabulary rows [first, first + len(weight))."""
+    """This rank's share [T/t, D] of the embeddings; it holds vocabulary rows
+    [first, first + len(weight))."""
     # Tokens of other ranks' rows add nothing to the sum over the group.
     is_local = (tokens_T >= first) & (tokens_T < first + weight.shape[0])
     rows = F.embedding(torch.where(is_local, tokens_T - first, 0), weight)
     return leave(rows * is_local.unsqueeze(-1), group)
 
 
-def loss(logits: Tensor, labels_T: Tensor, first: int, group: Group, by: Elementwise = WRITTEN_OUT) -> Tensor:
-    """Sum of cross-entropies over a head cut by vocabulary; the same number on every rank of the group."""
+def loss(
+    logits: Tensor, labels_T: Tensor, first: int, group: Group, by: Elementwise = WRITTEN_OUT
+) -> Tensor:
+    """Sum of cross-entropies over a head cut by vocabulary;
+    the same number on every rank of the group."""
 
     def all_max(x: Tensor) -> Tensor:
         return group.all_reduce(x, dist.ReduceOp.MAX)
@@ -77,8 +88,11 @@ def loss(logits: Tensor, labels_T: Tensor, first: int, group: Group, by: Element
     return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce, by)  # pyright: ignore[reportReturnType]
 
 
-def token_loss_sum(logits: Tensor, labels_T: Tensor, function: CheckedLoss, vocab: int, group: Group) -> Tensor:
-    """Sum of a token loss over a head cut by vocabulary. Every rank computes the whole rows, and takes the gradient of its columns."""
+def token_loss_sum(
+    logits: Tensor, labels_T: Tensor, function: CheckedLoss, vocab: int, group: Group
+) -> Tensor:
+    """Sum of a token loss over a head cut by vocabulary. Every rank computes the whole rows, and
+    takes the gradient of its columns."""
     first, stop = share(vocab, group.size, group.index)
 
     def whole(logits_TV: Tensor) -> Tensor:
@@ -92,7 +106,10 @@ def token_loss_sum(logits: Tensor, labels_T: Tensor, function: CheckedLoss, voca
 
 def gather_columns(x: Tensor, total: int, group: Group) -> Tensor:
     """[T, V_i] on each rank -> [T, V] on all; narrower shares are filled up for the way."""
-    widths = [stop - first for first, stop in (share(total, group.size, index) for index in range(group.size))]
+    widths = [
+        stop - first
+        for first, stop in (share(total, group.size, index) for index in range(group.size))
+    ]
     filled = F.pad(x, (0, widths[0] - x.shape[1]))
     parts = x.new_empty((group.size, *filled.shape))
     group.all_gather(parts, filled.contiguous()).wait()

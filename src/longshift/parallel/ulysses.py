@@ -40,10 +40,14 @@ from longshift.spec.model import share
 class UlyssesSeams(LayoutOps):
     """Ulysses around attention."""
 
-    def to_heads(self, q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def to_heads(
+        self, q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         group = self.groups["ulysses"]
         group_size = self.spec.heads // self.spec.kv_heads
-        q_TnH, k_TkH, v_TkH = to_heads(q_tNH, k_tKH, v_tKH, self.heads, self.kv_heads, group_size, group)
+        q_TnH, k_TkH, v_TkH = to_heads(
+            q_tNH, k_tKH, v_tKH, self.heads, self.kv_heads, group_size, group
+        )
         # Where a rank's query heads begin or end inside a group, key/value heads are matched.
         rank_heads, rank_kv_heads = heads_of(self.heads, group_size, group.size, group.index)
         k_TkH, v_TkH = match_heads(k_TkH, v_TkH, rank_heads, rank_kv_heads, group_size)
@@ -120,9 +124,13 @@ class ToHeads(torch.autograd.Function):
         ctx.kv_shape = k_tKH.shape
 
         # One buffer for each rank: this rank's tokens, the heads that the other attends with.
-        sends = [torch.cat((q_tNH[:, heads.query], k_tKH[:, heads.kv], v_tKH[:, heads.kv]), dim=1) for heads in slices_by_rank]
+        sends = [
+            torch.cat((q_tNH[:, heads.query], k_tKH[:, heads.kv], v_tKH[:, heads.kv]), dim=1)
+            for heads in slices_by_rank
+        ]
 
-        # What comes back has this rank's heads, so all buffers have the shape of the one that it sends itself.
+        # What comes back has this rank's heads, so all buffers have the shape of the one that it
+        # sends itself.
         rank_shape = sends[group.index].shape
         received = exchange(group, sends, [rank_shape] * group.size)
 
@@ -131,9 +139,7 @@ class ToHeads(torch.autograd.Function):
         return qkv.split(slices_by_rank[group.index].counts, dim=1)
 
     @staticmethod
-    def backward(  # pyright: ignore
-        ctx, dq_TnH: Tensor, dk_TkH: Tensor, dv_TkH: Tensor
-    ):
+    def backward(ctx, dq_TnH: Tensor, dk_TkH: Tensor, dv_TkH: Tensor):  # pyright: ignore
         group = ctx.group
 
         # 1. The exchange of the forward, reversed: each rank gets the gradients of its tokens.
@@ -180,7 +186,9 @@ class ToTokens(torch.autograd.Function):
         return do_TnH, None, None
 
 
-def exchange(group: Group, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def exchange(
+    group: Group, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
     """Send `sends[i]` to rank i and return what came from each rank, `shapes[i]` from rank i.
 
     `sends` need not be contiguous.

@@ -1,13 +1,14 @@
-"""What a block keeps for its backward, from what fits and what is fastest: `recompute-auto` becomes one of
+"""What a block keeps for its backward, from what fits and what is fastest: `recompute-auto` becomes
+one of
 
     nothing again        all is kept
     recompute-selective, recompute-full      less and less is
     recompute-full.keepN of each stage the last N blocks keep all, as many as fit
     ... .host, .disk     what recompute-full keeps waits there, where the layout names it
 
-Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). All blocks are alike, so one number says
-which of them keep all. Where everything fits, nothing is recomputed and nothing is offloaded. The caller brings bytes and
-seconds: those of the ledger and the clock.
+Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). All blocks are
+alike, so one number says which of them keep all. Where everything fits, nothing is recomputed and
+nothing is offloaded. The caller brings bytes and seconds: those of the ledger and the clock.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +37,8 @@ def choose_activations(
     bytes_of: Callable[[Layout], int],
     seconds_of: Callable[[Layout], float],
 ) -> tuple[Activations, tuple[Activations, ...]]:
-    """Choose the fastest recomputation of a layout that leaves it open. Returns it, and the ranking, fastest first.
+    """Choose the fastest recomputation of a layout that leaves it open. Returns it, and the
+    ranking, fastest first.
 
     If nothing fits into `free_bytes` of a device, returns the smallest, and no ranking.
 

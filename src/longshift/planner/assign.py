@@ -1,12 +1,17 @@
-"""Assignments: which documents of a step go to which layout, by dynamic programming over length edges and layouts.
+"""Assignments: which documents of a step go to which layout, by dynamic programming over length
+edges and layouts.
 
-    edges     0 ──── 512 ──── 1K ──── 4K ───────── 32K         from powers of two and quantiles of the lengths, by tokens
-    groups     dp8, packs of 16K │ dp4.tp2 │   tp8             an assignment: some of the edges, a layout for each
-    cost       (i, j, k): the documents of (edge i, edge j] under layout k in the packs that suit it best
-    switch     (k, l): what layout l pays to be entered where k computes the next longer group; 0 where they share a cut
+    edges     0 ────── 512 ────── 1K ────── 4K ────── 32K   from powers of two and quantiles of the
+                                                            lengths, by tokens
+    groups    │ dp8, packs of 16K │ dp4.tp2 │   tp8   │     an assignment: some of the edges, a
+                                                            layout for each
+    cost      (i, j, k): the documents of (edge i, edge j] under layout k, in the packs that suit it
+              best
+    switch    (k, l): what layout l pays to be entered where k computes the next longer group;
+              0 where they share a cut
 
-Home is cut as the longest group's layout cuts it (`switch.itinerary`), so the program goes from the longest group to the
-shortest.
+Home is cut as the longest group's layout cuts it (`switch.itinerary`), so the program goes from the
+longest group to the shortest.
 """
 
 from collections.abc import Sequence
@@ -30,8 +35,8 @@ class Tally:
     """Documents of one mean step by length.
 
     edges    int64 [E], ascending
-    sums     float64 [E + 1, 4]: documents, tokens, squares and fourths of `GroupLoad`, of documents of up to each edge;
-             row 0 is of no documents
+    sums     float64 [E + 1, 4]: documents, tokens, squares and fourths of `GroupLoad`, of documents
+             of up to each edge; row 0 is of no documents
     longest  float64 [E + 1]: that of `GroupLoad`, of the same documents
     """
 
@@ -116,11 +121,11 @@ def best_assignments(
 ) -> list[Assignment]:
     """The best assignments, cheapest first, `limit` at most.
 
-    They are the best of each number of groups and of each layout of the shortest group. A step takes the sum of all seconds.
-    Takes O(G E^2 K^2) operations.
+    They are the best of each number of groups and of each layout of the shortest group. A step
+    takes the sum of all seconds. Takes O(G E^2 K^2) operations.
 
-    `cost`: float64 [E, E + 1, K], seconds of documents between edges i and j under layout k; inf where it is impossible.
-    `present`: float64 [E, E + 1], how often a step has such documents.
+    `cost`: float64 [E, E + 1, K], seconds of documents between edges i and j under layout k; inf
+    where it is impossible. `present`: float64 [E, E + 1], how often a step has such documents.
     `switch`: float64 [K, K], seconds to enter layout l where k computes the next longer group.
     `last`: float64 [K], seconds that the longest group's layout adds.
     """
@@ -148,7 +153,10 @@ def best_assignments(
     for g, table in enumerate(tables):
         for k in np.flatnonzero(np.isfinite(table[0])).tolist():
             firsts.append((float(table[0, k]), g, k))
-    return [_follow_choices(choices[:g], k, num_edges, seconds) for seconds, g, k in sorted(firsts)[:limit]]
+    return [
+        _follow_choices(choices[:g], k, num_edges, seconds)
+        for seconds, g, k in sorted(firsts)[:limit]
+    ]
 
 
 def _follow_choices(
@@ -159,8 +167,8 @@ def _follow_choices(
 ) -> Assignment:
     """The assignment whose shortest group has this layout.
 
-    `choices`: for each further group int64 [E, K, 2], where the next longer one begins and its layout.
-    """
+    `choices`: for each further group int64 [E, K, 2], where the next longer one begins
+    and its layout."""
     i = 0
     ends: list[int] = []
     layouts = [layout]

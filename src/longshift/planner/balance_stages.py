@@ -1,14 +1,14 @@
 """Uneven stages: the blocks of a pipeline, assigned to its ranks by the seconds that units take.
 
-A full pipeline is as fast as its busiest rank. The first rank has the embeddings besides its blocks, and the last one the
-head, which takes as long as several blocks where the vocabulary is large: Llama 3 had a block less in both stages (arXiv
-2407.21783, 3.3.2).
+A full pipeline is as fast as its busiest rank. The first rank has the embeddings besides its
+blocks, and the last one the head, which takes as long as several blocks where the vocabulary is
+large: Llama 3 had a block less in both stages (arXiv 2407.21783, 3.3.2).
 
     pp4          8     8     8     8 + head        the last rank is the busiest
     pp4:8-9-9-6  8     9     9     6 + head
 
-Seconds are those of a step on the clock, which then plays the step again and says which layout is faster.
-"""
+Seconds are those of a step on the clock, which then plays the step again and says which layout is
+faster."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -51,7 +51,8 @@ def seconds_by_unit(pieces: Sequence[Timed]) -> Counter[int]:
 
 
 def stage_sizes(layers: int, virtual: int, extra_blocks: Sequence[float]) -> tuple[int, ...]:
-    """Blocks of every virtual stage, in model order, such that the busiest rank has least. Each stage has one at least.
+    """Blocks of every virtual stage, in model order, such that the busiest rank has least. Each
+    stage has one at least.
 
     `extra_blocks`: what each rank computes besides, in blocks.
     """

@@ -1,11 +1,12 @@
 """The chunk of a streamed layout, from a machine's profile: the smallest power of two for which
 
-    transfers hide        the lists of a block, played by the simulator (`simulate.chunk_clock`), take little longer than without transfers
-    kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
-    it fits               on the device: what the ledger says of a whole step (`weigh.needs`)
+    transfers hide         the lists of a block, played by the simulator (`simulate.chunk_clock`),
+                           take little longer than without transfers
+    kernels are efficient  attention of a chunk to a chunk reaches nearly the best rate of any chunk
+    it fits                on the device: what the ledger says of a whole step (`weigh.needs`)
 
-A long document is simulated by its first MAX_SIMULATED chunks. Attention is shorter in them than later and hides less, so
-that the chunk is large enough.
+A long document is simulated by its first MAX_SIMULATED chunks. Attention is shorter in them than
+later and hides less, so that the chunk is large enough.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,8 @@ DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class ChunkCandidate:
-    """A chunk of `tokens`; `hidden` and `efficient` as above; `bytes` that a rank needs on its device."""
+    """A chunk of `tokens`; `hidden` and `efficient` as above;
+    `bytes` that a rank needs on its device."""
 
     tokens: int
     hidden: float
@@ -99,7 +101,8 @@ def choose_chunk(
 
 
 def powers(longest: int, smallest: int = SMALLEST) -> list[int]:
-    """Powers of two, from the first that is at least `smallest` to the first that holds the longest document."""
+    """Powers of two, from the first that is at least `smallest` to the first that holds
+    the longest document."""
     sizes = [1 << (smallest - 1).bit_length()]
     while sizes[-1] < longest:
         sizes.append(2 * sizes[-1])

@@ -1,19 +1,21 @@
 """Rate cards: seconds of groups of documents under arrays of candidates at once.
 
-A rank computes micro-batches on the slowest stage, waits while the pipeline fills and drains, and updates:
+A rank computes micro-batches on the slowest stage, waits while the pipeline fills and drains, and
+updates:
 
     group = micro-batches * slot + filling + stalls + messages
     once  = gathers and reductions that a step has once + optimizer
 
-    slot: forward, recomputation and backward of a stage's units, and the traffic that they do not hide
+    slot: forward, recomputation and backward of a stage's units, and the traffic that they do not
+    hide
 
-The seconds of a turn are those of `simulate.cost`, and overlap is that of the program: ZeRO-3 gathers a unit under the one
-before, gradients are reduced under the backward, keys travel under attention. For even stages a slot is that of the clock,
-which has the last word.
+The seconds of a turn are those of `simulate.cost`, and overlap is that of the program: ZeRO-3
+gathers a unit under the one before, gradients are reduced under the backward, keys travel under
+attention. For even stages a slot is that of the clock, which has the last word.
 
-Of a group only sums over its documents are known. A step has the group with probability p = 1 - exp(-documents). Where it
-has, the busiest replica has its share of the tokens, or one document if that is more, in packs that are not quite full.
-"""
+Of a group only sums over its documents are known. A step has the group with probability p = 1 -
+exp(-documents). Where it has, the busiest replica has its share of the tokens, or one document if
+that is more, in packs that are not quite full."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,7 +81,8 @@ def group_seconds(
     capacity: np.ndarray | float,
     load: GroupLoad,
 ) -> GroupSeconds:
-    """Expected seconds of groups of documents, one for each candidate, in packs of up to `capacity` tokens."""
+    """Expected seconds of groups of documents, one for each candidate,
+    in packs of up to `capacity` tokens."""
     shape = (len(candidates),)
     capacity = np.broadcast_to(np.asarray(capacity, dtype=float), shape)
     sums = {name: np.broadcast_to(values, shape) for name, values in vars(load).items()}
@@ -311,7 +314,8 @@ def _weight_traffic(cost: Cost, candidates: Candidates) -> _WeightTraffic:
 class _BlockSeconds:
     """Seconds of a block on one pack, float64 [candidates].
 
-    forward_s, backward_s                 with the traffic that they do not hide; recomputation is the backward's
+    forward_s, backward_s                 with the traffic that they do not hide;
+                                          recomputation is the backward's
     forward_window_s, backward_window_s   in which links are free
     hidden_tokens_s, hidden_weights_s     traffic under computation
     """

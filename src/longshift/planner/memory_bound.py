@@ -2,14 +2,14 @@
 
     home       masters and moments, of this rank's share, if they are on the device
     copies     of all units (z0 to z2) or of two (z3)
-    sums       of gradients: all units on the way home (z0, z1) or at home (z2, z3), from the second micro-batch on; of a home outside
-               the device, those of z1 alone
+    sums       of gradients: all units on the way home (z0, z1) or at home (z2, z3), from the second
+               micro-batch on; of a home outside the device, those of z1 alone
     kept       of the packs in flight, what each block keeps for its backward
     turn       what the backward of one block, or the loss of some rows, needs besides
 
-What a block keeps and needs is recorded from the model (`simulate.turn_calls`), for each token of a pack. No bound is above
-what the ledger says of the same step (`weigh.needs`); tests compare. The ledger alone knows the rest: rounding of shares,
-messages, what does not grow with the pack.
+What a block keeps and needs is recorded from the model (`simulate.turn_calls`), for each token of a
+pack. No bound is above what the ledger says of the same step (`weigh.needs`); tests compare. The
+ledger alone knows the rest: rounding of shares, messages, what does not grow with the pack.
 """
 
 from collections.abc import Sequence
@@ -96,7 +96,8 @@ def rank_elements(spec: ModelSpec, candidates: Candidates, is_first: bool) -> Ra
 
 
 def num_blocks(spec: ModelSpec, candidates: Candidates, is_first: bool) -> np.ndarray:
-    """Blocks of the first or the last pipeline coordinate, of all its model chunks, int64 [candidates]."""
+    """Blocks of the first or the last pipeline coordinate,
+    of all its model chunks, int64 [candidates]."""
     blocks, extra = np.divmod(spec.layers, candidates.pp * candidates.virtual)
     coord = np.where(is_first, 0, candidates.pp - 1)
     total = np.zeros(len(candidates), np.int64)
@@ -129,7 +130,8 @@ def in_flight(candidates: Candidates, micros: np.ndarray, is_first: bool) -> InF
     interleaved_warmup = 2 * (pp - 1 - coord) + (virtual - 1) * pp
     warmup = np.where(virtual == 1, pp - 1 - coord, interleaved_warmup)
 
-    # An interleaved order takes rounds of pp micro-batches through each chunk, then begins with as many others.
+    # An interleaved order takes rounds of pp micro-batches through each chunk, then begins with as
+    # many others.
     rounds, remainder = np.divmod(np.minimum(warmup + 1, pp * virtual), pp)
     round_micros = np.minimum(pp, micros)
     later_micros = np.clip(micros - pp, 0, np.maximum(0, warmup + 1 - pp * virtual))
@@ -160,12 +162,16 @@ def min_device_bytes(
     tokens = np.asarray(tokens, dtype=float)
     micros = np.broadcast_to(np.asarray(micros, dtype=np.int64), (len(candidates),))
     block = block_bytes(training, candidates)
-    stages = [_stage_bytes(training, candidates, block, tokens, micros, home_elements, is_first) for is_first in (True, False)]
+    stages = [
+        _stage_bytes(training, candidates, block, tokens, micros, home_elements, is_first)
+        for is_first in (True, False)
+    ]
     return np.max(stages, axis=0)
 
 
 def min_plan_bytes(training: Training, edges: Sequence[Edge], tokens: int) -> float:
-    """Bytes that some rank needs of its device at least in the largest step of `tokens` with documents for these groups.
+    """Bytes that some rank needs of its device at least in the largest step of `tokens` with
+    documents for these groups.
 
     Streamed groups and uneven stages are left out.
     """
@@ -175,7 +181,9 @@ def min_plan_bytes(training: Training, edges: Sequence[Edge], tokens: int) -> fl
         home_elements = 0.0
         if not home.stages:
             candidates = Candidates.of([home])
-            ends = [rank_elements(training.spec, candidates, is_first) for is_first in (True, False)]
+            ends = [
+                rank_elements(training.spec, candidates, is_first) for is_first in (True, False)
+            ]
             home_elements = MIN_HOME_SHARE * min(float(end.sharded[0]) for end in ends)
     min_bytes = 0.0
     for edge in edges:
@@ -375,7 +383,8 @@ def _min_trained_share(spec: ModelSpec) -> float:
 
 
 def _block_elements(spec: ModelSpec) -> tuple[float, float, float]:
-    """Elements of a block that tensor parallelism cuts, that it leaves uncut, and those of keys and values among the cut ones."""
+    """Elements of a block that tensor parallelism cuts, that it leaves uncut, and those of keys and
+    values among the cut ones."""
     cut = uncut = 0.0
     for param in spec.params:
         if param.unit == spec.layers:

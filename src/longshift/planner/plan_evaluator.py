@@ -80,7 +80,8 @@ class PlanEvaluator:
         return self.task.step_shape(edges, early=edges not in self.late_updates)
 
     def weigh(self, edges: Edges) -> tuple[Mapping[str, int], str]:
-        """Bytes that a rank needs at most, by place, and after which operation the device's peak is reached."""
+        """Bytes that a rank needs at most, by place, and after which operation the device's peak is
+        reached."""
         if edges not in self.weighed:
             self._report_progress()
             self.weighed[edges] = self._weigh(edges)
@@ -91,14 +92,17 @@ class PlanEvaluator:
         return self.weighed[edges]
 
     def _weigh(self, edges: Edges) -> tuple[Mapping[str, int], str]:
-        rank_needs = memory_needs(self.shape(edges), edges, self.task.transport, not self.task.on_gpu)
+        rank_needs = memory_needs(
+            self.shape(edges), edges, self.task.transport, not self.task.on_gpu
+        )
         max_bytes = {}
         for place in ("device", "host", "disk"):
             max_bytes[place] = max(need.of(place) for need in rank_needs)
         return max_bytes, largest_need(rank_needs).device.op
 
     def shortage(self, edges: Edges) -> tuple[float, str]:
-        """The most bytes that a place lacks by the ledger, and which place. 0 or less: the plan fits."""
+        """The most bytes that a place lacks by the ledger, and which place. 0 or less: the plan
+        fits."""
         needed, _ = self.weigh(edges)
         return max((needed[place] - limit, place) for place, limit in self.task.limits.items())
 
@@ -109,8 +113,8 @@ class PlanEvaluator:
     def rank(self, plans: Iterable[Edges]) -> list[PlanCandidate]:
         """The plans that fit, and neighbors of the fastest. Fastest first.
 
-        Finalists are played on STEPS; the others are assumed to be slower by as much as on the first step.
-        """
+        Finalists are played on STEPS; the others are assumed to be slower by as much as on the
+        first step."""
         # 1. Play all on the first step, also with the next lower ZeRO stage.
         fitted = [self._fit_packs(edges) for edges in plans]
         ranking = self._rank_first_step([*fitted, *self._plausible(map(lower_zero, fitted))])
@@ -155,7 +159,8 @@ class PlanEvaluator:
         return _sort_by_seconds(ranking)
 
     def _fit_packs(self, edges: Edges) -> Edges:
-        """The plan with the largest packs that fit: its packs, halved until they do; the smallest, if none do."""
+        """The plan with the largest packs that fit: its packs, halved until they do; the smallest,
+        if none do."""
         while not self.fits(edges):
             smaller = halve_packs(edges)
             if smaller == edges:
@@ -164,7 +169,8 @@ class PlanEvaluator:
         return edges
 
     def _plausible(self, plans: Iterable[Edges]) -> list[Edges]:
-        """The plans that are worth asking the ledger about, which is slower than rules and bounds."""
+        """The plans that are worth asking the ledger about, which is slower than rules and
+        bounds."""
         possible = [edges for edges in plans if not self._is_faulty(edges)]
         return [edges for edges in possible if not self._is_too_large(edges)]
 
@@ -175,7 +181,9 @@ class PlanEvaluator:
             if any(getattr(edge.use, name) not in values for edge in edges):
                 return True
         float8 = task.formats.float8
-        return any(faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges)
+        return any(
+            faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges
+        )
 
     def _is_too_large(self, edges: Edges) -> bool:
         """Whether a bound says that a device lacks memory for the plan."""
@@ -248,7 +256,8 @@ def _sort_by_seconds(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]
 
 
 def _leaders(ranking: Sequence[Edges], number: int) -> list[Edges]:
-    """The first `number` of all, the first single layout and the first of one cut of the weights."""
+    """The first `number` of all, the first single layout and the first of one cut of the
+    weights."""
     singles = [edges for edges in ranking if len(edges) == 1]
     one_cut = [edges for edges in ranking if has_one_cut(edges)]
     return list(dict.fromkeys([*ranking[:number], *singles[:1], *one_cut[:1]]))

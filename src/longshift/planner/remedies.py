@@ -15,7 +15,8 @@ MAX_DOUBLINGS = 6  # of devices, and halvings of the longest document, that are 
 
 
 def remedies(problem: Problem) -> Iterator[str]:
-    """Changes under which the bound of some layout fits: the smallest of each kind, those that cost least first."""
+    """Changes under which the bound of some layout fits: the smallest of each kind, those that cost
+    least first."""
     task = problem.task
     longest = task.longest
 
@@ -41,7 +42,8 @@ def remedies(problem: Problem) -> Iterator[str]:
 
 
 def _home_outside(problem: Problem) -> Iterator[str]:
-    """The nearest home outside the device with which a layout fits by the ledger, and the layout."""
+    """The nearest home outside the device with which a layout fits by the ledger, and the
+    layout."""
     task = problem.task
     if problem.training.outside:
         return
@@ -57,7 +59,8 @@ def _home_outside(problem: Problem) -> Iterator[str]:
 
 
 def smallest_that_fits(problem: Problem, candidates: Candidates, longest: int) -> Layout | None:
-    """The layout that needs least memory for packs of so many tokens; None if it does not fit a device."""
+    """The layout that needs least memory for packs of so many tokens; None if it does not fit a
+    device."""
     if not len(candidates) or longest < 1:
         return None
     needs = problem.min_bytes(candidates, float(longest))

@@ -2,11 +2,12 @@
 
     every layout ─ rate cards ─> shortlist ─ ledger, clock ─> plans, fastest first
 
-A shortlist (`planner.shortlist`) compares every layout and assignment by rate cards, within the device's memory or a part of
-it. The ledger weighs what it names, and the clock plays it as a run would (`planner.plan_evaluator`); the fastest pipelines
-again with uneven stages (`planner.balance_stages`). Plans that a run would try, and those that they are compared with, are
-played on several steps. So the choice is, on the clock, never worse than the best single layout that was played. Where no
-whole pack fits, streamed layouts are tried.
+A shortlist (`planner.shortlist`) compares every layout and assignment by rate cards, within the
+device's memory or a part of it. The ledger weighs what it names, and the clock plays it as a run
+would (`planner.plan_evaluator`); the fastest pipelines again with uneven stages
+(`planner.balance_stages`). Plans that a run would try, and those that they are compared with, are
+played on several steps. So the choice is, on the clock, never worse than the best single layout
+that was played. Where no whole pack fits, streamed layouts are tried.
 """
 
 import gc
@@ -31,17 +32,17 @@ from longshift.planner.task import Edges, PlanTask
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
-SHARES = (
-    0.9,
-    0.8,
-)  # of a device's memory, that other shortlists may fill: groups together need more than each alone
+# Of a device's memory, that other shortlists may fill: groups together need more than each alone.
+SHARES = (0.9, 0.8)
 SMALL_SHARES = (0.65, 0.5)  # where too few plans fit that the larger ones name
 NAMED = 5  # plans that a shortlist names, and plans of one cut of the weights
 NAMED_SINGLES = 4  # of one layout
 ENOUGH = 3  # plans that fit
 MAX_RIVALS = 3  # that lack memory
-CLOSE = 1.05  # times the seconds of the fastest plan: calibrated clocks were off by 4 to 7 % in the median
-NEAR = 1.15  # the same of what is worth trying: of single plans calibrated clocks were off by up to 19 %
+# Times the seconds of the fastest plan: calibrated clocks were off by 4 to 7 % in the median.
+CLOSE = 1.05
+# The same of what is worth trying: of single plans calibrated clocks were off by up to 19 %.
+NEAR = 1.15
 MAX_TRIALS = 6  # plans that a run tries
 RARE = (200_000, 20, 20)  # of `gc.set_threshold`
 
@@ -89,8 +90,8 @@ class SearchResult:
 
         1. The simplest that the clock has CLOSE to the fastest; a run begins with it.
         2. The fastest, and the best single layout if neither is one.
-        3. The fastest of other meshes that are NEAR, single layouts first: an error of the clock is common to all plans that
-           compute alike.
+        3. The fastest of other meshes that are NEAR, single layouts first: an error of the clock is
+           common to all plans that compute alike.
         4. Neighbors that are CLOSE fill the rest of MAX_TRIALS, single layouts first.
         """
         if self.best is None:
@@ -139,8 +140,8 @@ def search(
     """
     if "disk" in task.home.tiers and task.cluster.disk is None:
         raise UsageError(
-            f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
-            "machine, or write home=host"
+            f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a"
+            " file of longshift profile -o on such a machine, or write home=host"
         )
     problem = Problem.of(task)
     evaluator = PlanEvaluator(task, tell)
@@ -187,13 +188,15 @@ def search(
 
 
 def _unsure_plans(result: SearchResult) -> list[PlanCandidate]:
-    """Of the plans to try, and of those that they are compared with, those that were played on one step alone."""
+    """Of the plans to try, and of those that they are compared with, those that were played on one
+    step alone."""
     plans = (*result.trial_plans(), result.single, result.context_parallel)
     return [plan for plan in plans if plan and not plan.is_sure]
 
 
 def _name_plans(table: CandidateTable, single: bool = False) -> list[Edges]:
-    """Of a shortlist the first NAMED plans, as many of one cut of the weights, and the first NAMED_SINGLES of one layout."""
+    """Of a shortlist the first NAMED plans, as many of one cut of the weights, and the first
+    NAMED_SINGLES of one layout."""
     estimates = table.singles if single else shortlist(table)
     plans = [estimate.edges for estimate in estimates]
     one_cut = [edges for edges in plans if len(edges) > 1 and has_one_cut(edges)]
@@ -202,7 +205,8 @@ def _name_plans(table: CandidateTable, single: bool = False) -> list[Edges]:
 
 
 def _streamed_plans(table: CandidateTable, single: bool) -> list[Edges]:
-    """Streamed layouts for all documents; and for those longer than whole packs can be, with the best plans for the shorter ones."""
+    """Streamed layouts for all documents; and for those longer than whole packs can be, with the
+    best plans for the shorter ones."""
     problem = table.problem
     task = problem.task
     tally = problem.tally

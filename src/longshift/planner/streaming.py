@@ -1,8 +1,9 @@
-"""Streaming: layouts in chunks for documents that no layout of whole packs holds (`schedule.chunks`).
+"""Streaming: layouts in chunks for documents that no layout of whole packs holds
+(`schedule.chunks`).
 
-By rate cards a streamed layout takes what the same mesh takes under recompute-full: its backward recomputes a block from
-its input, except attention. Offloading is assumed to be hidden under that. So its seconds are a lower bound, and the clock
-has the last word.
+By rate cards a streamed layout takes what the same mesh takes under recompute-full: its backward
+recomputes a block from its input, except attention. Offloading is assumed to be hidden under that.
+So its seconds are a lower bound, and the clock has the last word.
 """
 
 from dataclasses import replace
@@ -53,7 +54,8 @@ def _first_fitting_chunk(task: PlanTask, mesh: Layout) -> Layout | None:
 
 
 def fits_first_rank(task: PlanTask, layout: Layout) -> bool:
-    """Whether every place has room for what the first rank needs in the largest step of this layout alone."""
+    """Whether every place has room for what the first rank needs in the largest step of this layout
+    alone."""
     edges = (Edge(task.longest, layout),)
     shape = task.step_shape(edges, early=False)
     weighed = shape.estimate(edges, 0, task.transport, not task.on_gpu)

@@ -20,7 +20,8 @@ from longshift.weigh.recorder import Transport
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
-# Assumed, not measured: bytes of the driver's context and of NCCL's buffers; the share of memory in which an allocator leaves no holes.
+# Assumed, not measured: bytes of the driver's context and of NCCL's buffers; the share of memory in
+# which an allocator leaves no holes.
 CONTEXT_BYTES = float(1 << 30)
 FILLED = 0.94
 

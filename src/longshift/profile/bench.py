@@ -1,7 +1,7 @@
 """Times operations: warm, interleaved, as medians.
 
-All points of a family are visited in turn, round after round, so that a machine that slows down for a while slows all of them, and the
-median over the rounds leaves it out.
+All points of a family are visited in turn, round after round, so that a machine that slows down for
+a while slows all of them, and the median over the rounds leaves it out.
 """
 
 import math
@@ -20,15 +20,19 @@ FEWEST = 3  # rounds
 MOST = 15  # rounds
 LATEST_S = 10.0  # after which a family has fewer rounds than FEWEST: others run on the cores
 SHORT_S = 2e-3  # operations that are shorter are repeated inside one timing
-LONG_S = 0.05  # the same where cores are shared or capped: several periods of the kernel's scheduler, to see what is sustained
+# The same where cores are shared or capped: several periods of the kernel's scheduler, to see what
+# is sustained.
+LONG_S = 0.05
 
 Run = Callable[[], object]
-"""One operation. A float that it returns is the seconds that it took: it times itself, as one must that waits for something else first."""
+"""One operation. A float that it returns is the seconds that it took: it times itself, as one must
+that waits for something else first."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A curve to measure. `prepare(*sizes)` makes what one point needs and gives the operation to time."""
+    """A curve to measure. `prepare(*sizes)` makes what one point needs and gives the operation to
+    time."""
 
     axes: tuple[SampledSizes, ...]
     prepare: Callable[..., Run]
@@ -41,7 +45,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how thoroughly. `least_s`: of one timing, where FEWEST rounds fit into the budget."""
+    """Where and how thoroughly. `least_s`: of one timing, where FEWEST rounds fit into the
+    budget."""
 
     device: torch.device
     quick: bool

@@ -1,5 +1,5 @@
-"""`chunk-auto` becomes a number, and `recompute-auto` what blocks keep, before the ranks start, from what `longshift profile` has kept of
-this machine, and its memory."""
+"""`chunk-auto` becomes a number, and `recompute-auto` what blocks keep, before the ranks start,
+from what `longshift profile` has kept of this machine, and its memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,8 +33,8 @@ FREE_SHARE = 0.8  # of a device's memory: kernels and the allocator need some to
 
 
 def chosen(config: Config, tell: Callable[[str], None]) -> Config:
-    """The config with every `chunk-auto` and `recompute-auto` replaced; `tell`: each choice and why. Raises UsageError in a rank,
-    whose peers may be other machines and choose differently."""
+    """The config with every `chunk-auto` and `recompute-auto` replaced; `tell`: each choice and
+    why. Raises UsageError in a rank, whose peers may be other machines and choose differently."""
     if launched():
         word = "recompute-auto"
         part = "layout"
@@ -56,16 +56,25 @@ def chosen(config: Config, tell: Callable[[str], None]) -> Config:
             layout, reason = _activations(config, edge, device, cluster)
             tell(f"{edge.use}: {layout}: {reason}")
         edges.append(replace(edge, use=layout))
-    return config.model_copy(update={"layout": edges[0].use if isinstance(config.layout, Layout) else tuple(edges)})
+    return config.model_copy(
+        update={"layout": edges[0].use if isinstance(config.layout, Layout) else tuple(edges)}
+    )
 
 
-def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster | None) -> tuple[int, str]:
+def _choice(
+    config: Config, edge: Edge, device: torch.device, cluster: Cluster | None
+) -> tuple[int, str]:
     longest = min(edge.upto, config.data.max_len)
     fault = "this machine was not measured; longshift profile does"
     if cluster is not None:
         dtype = arithmetic(config.train.precision)
         try:
-            machine = Machine(cluster.with_arithmetic(dtype), dtype, device.type == "cpu", FREE_SHARE * _memory(config, device))
+            machine = Machine(
+                cluster.with_arithmetic(dtype),
+                dtype,
+                device.type == "cpu",
+                FREE_SHARE * _memory(config, device),
+            )
 
             def needed(tokens: int) -> int:
                 return _of_layout(config, edge, device, replace(edge.use, chunk=tokens))
@@ -74,7 +83,10 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
         except UsageError as unknown:
             fault = str(unknown)
     least = min_chunk(longest, edge.pack)
-    return max(least, min(DEFAULTS[device.type], powers(longest)[-1])), f"a default, because {fault}"
+    return (
+        max(least, min(DEFAULTS[device.type], powers(longest)[-1])),
+        f"a default, because {fault}",
+    )
 
 
 def _memory(config: Config, device: torch.device) -> int:
@@ -84,8 +96,11 @@ def _memory(config: Config, device: torch.device) -> int:
     return psutil.virtual_memory().total // config.world
 
 
-def _activations(config: Config, edge: Edge, device: torch.device, cluster: Cluster | None) -> tuple[Layout, str]:
-    """What blocks of a group keep, and why. A machine that was not measured is taken for the preset of a CPU or an H100."""
+def _activations(
+    config: Config, edge: Edge, device: torch.device, cluster: Cluster | None
+) -> tuple[Layout, str]:
+    """What blocks of a group keep, and why. A machine that was not measured is taken for the preset
+    of a CPU or an H100."""
     spec = config.spec
     free = FREE_SHARE * _memory(config, device)
     dtype = arithmetic(config.train.precision)
@@ -106,7 +121,9 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
     room = f"{best.bytes / 2**30:.2f} of {free / 2**30:.2f} GiB"
     if not ranking:
         return best.layout, f"the smallest, and more than is free: {room}"
-    slower = ", ".join(f"{rival.layout} {rival.seconds / best.seconds - 1:+.0%}" for rival in ranking[1:3])
+    slower = ", ".join(
+        f"{rival.layout} {rival.seconds / best.seconds - 1:+.0%}" for rival in ranking[1:3]
+    )
     return best.layout, f"the fastest that fits, {room}" + (f"; {slower}" if slower else "")
 
 
@@ -115,7 +132,9 @@ def _of_layout(config: Config, edge: Edge, device: torch.device, way: Layout) ->
     on_cpu = device.type == "cpu"
     transport = "gloo" if on_cpu else "nccl"
     edges = [replace(edge, use=way)]
-    return largest_need(memory_needs(_shape(config, edge, way), edges, transport, on_cpu)).device.total
+    return largest_need(
+        memory_needs(_shape(config, edge, way), edges, transport, on_cpu)
+    ).device.total
 
 
 def _shape(config: Config, edge: Edge, way: Layout) -> StepShape:

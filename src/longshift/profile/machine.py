@@ -1,4 +1,5 @@
-"""Facts about this machine that measurements depend on; together they are its fingerprint. Nothing names the machine or its user."""
+"""Facts about this machine that measurements depend on; together they are its fingerprint. Nothing
+names the machine or its user."""
 
 import re
 from pathlib import Path
@@ -9,7 +10,9 @@ import torch
 from longshift.cluster.host import cpu_name, host_facts
 
 
-def facts(device: torch.device, nodes: int, devices_per_node: int, quick: bool) -> dict[str, str | int | float]:
+def facts(
+    device: torch.device, nodes: int, devices_per_node: int, quick: bool
+) -> dict[str, str | int | float]:
     """Hardware, driver, torch and a CPU's threads, and how much was measured."""
     values = host_facts() | {
         "measured": "quick" if quick else "full",

@@ -43,7 +43,9 @@ def rate(name: str, sizes: Sequence[float], seconds: float) -> tuple[float, str]
     if words[0] == "matmul":
         return 2 * sizes[0] * sizes[1] * sizes[2] / seconds, "FLOP/s"
     if words[0] == "attention":
-        flops = attention_flops(sizes[0], sizes[-1], Heads.parse(words[5]), words[3], words[4] == "causal")
+        flops = attention_flops(
+            sizes[0], sizes[-1], Heads.parse(words[5]), words[3], words[4] == "causal"
+        )
         return float(flops) / seconds, "FLOP/s"
     return sizes[-1] / seconds, "B/s"
 
@@ -63,21 +65,50 @@ def _summary(cluster: Cluster) -> Table:
     threads = f", {cluster.facts['threads']} threads" if "threads" in cluster.facts else ""
     cores = f", {device.cores:.2f} cores granted" if device.cores else ""
     table.add_row("device", f"{device.name}, {nodes}{threads}{cores}")
-    table.add_row("origin", f"{cluster.origin} ({cluster.facts.get('measured', 'constants')}), torch {cluster.facts.get('torch', '-')}")
-    table.add_row("arithmetic", ", ".join(f"{name} {si(flops)}FLOP/s" for name, flops in device.flops_per_s.items()))
-    table.add_row("memory", f"{device.memory_bytes / 2**30:.1f} GiB, {si(device.memory_bytes_per_s)}B/s")
+    table.add_row(
+        "origin",
+        f"{cluster.origin} ({cluster.facts.get('measured', 'constants')}), torch"
+        f" {cluster.facts.get('torch', '-')}",
+    )
+    table.add_row(
+        "arithmetic",
+        ", ".join(f"{name} {si(flops)}FLOP/s" for name, flops in device.flops_per_s.items()),
+    )
+    table.add_row(
+        "memory", f"{device.memory_bytes / 2**30:.1f} GiB, {si(device.memory_bytes_per_s)}B/s"
+    )
     table.add_row("launch floor", f"{device.launch_s * 1e6:.2f} us")
     for level, link in cluster.links.items():
-        table.add_row(f"{level} link", f"{si(link.bytes_per_s)}B/s one way, {link.latency_s * 1e6:.0f} us")
+        table.add_row(
+            f"{level} link", f"{si(link.bytes_per_s)}B/s one way, {link.latency_s * 1e6:.0f} us"
+        )
     if late := cluster.curves.get("late"):
-        table.add_row("late", f"{late.axes[0].sizes[-1]:.0f} ranks that have computed wait {late.seconds[-1] * 1e3:.2g} ms at a collective")
+        table.add_row(
+            "late",
+            f"{late.axes[0].sizes[-1]:.0f} ranks that have computed wait"
+            f" {late.seconds[-1] * 1e3:.2g} ms at a collective",
+        )
     if cluster.disk:
-        table.add_row("disk", f"reads {si(cluster.disk.read_bytes_per_s)}B/s, writes {si(cluster.disk.write_bytes_per_s)}B/s")
+        table.add_row(
+            "disk",
+            f"reads {si(cluster.disk.read_bytes_per_s)}B/s, writes"
+            f" {si(cluster.disk.write_bytes_per_s)}B/s",
+        )
     return table
 
 
 def _backends(cluster: Cluster) -> Table:
-    table = Table("attention kernel", "dtype", "log-sum-exp", "takes a global one", "error fwd", "bwd", "", title="kernels", box=None)
+    table = Table(
+        "attention kernel",
+        "dtype",
+        "log-sum-exp",
+        "takes a global one",
+        "error fwd",
+        "bwd",
+        "",
+        title="kernels",
+        box=None,
+    )
     for backend in cluster.backends:
         cells = [backend.name, backend.dtype, "", "", "", "", ""]
         if not backend.why_not:
@@ -98,7 +129,14 @@ def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
     sizes = sorted({size for _, curve in rows for size in curve.axes[-1].sizes})
     leading = max(len(curve.axes) for _, curve in rows) > 1
     unit = rate(rows[0][0], rows[0][1].points[0], 1.0)[1]
-    table = Table("", *([""] if leading else []), *(_size(size) for size in sizes), "spread", title=escape(f"{title} ({unit})"), box=None)
+    table = Table(
+        "",
+        *([""] if leading else []),
+        *(_size(size) for size in sizes),
+        "spread",
+        title=escape(f"{title} ({unit})"),
+        box=None,
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for name, curve in rows:

@@ -1,7 +1,8 @@
-"""`longshift profile`: everything that is measured, in order, and the cache of what was measured before.
+"""`longshift profile`: everything that is measured, in order, and the cache of what was measured
+before.
 
-Under a launcher every rank measures at once, as training computes at once; medians over the ranks are kept. In one process on a CPU,
-collectives are measured in forked processes, one a core.
+Under a launcher every rank measures at once, as training computes at once; medians over the ranks
+are kept. In one process on a CPU, collectives are measured in forked processes, one a core.
 """
 
 import json
@@ -20,14 +21,29 @@ from torch.distributed import ReduceOp
 
 from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Link
 from longshift.cluster.curves import Curve
-from longshift.cluster.files import constants, decode, decode_curves, encode, fingerprint, load, save
+from longshift.cluster.files import (
+    constants,
+    decode,
+    decode_curves,
+    encode,
+    fingerprint,
+    load,
+    save,
+)
 from longshift.cluster.host import CACHE, core_count, core_quota
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.launcher import launched
 from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.files import temporary_folder
-from longshift.profile import machine, time_attention, time_compute, time_copies, time_disk, time_links
+from longshift.profile import (
+    machine,
+    time_attention,
+    time_compute,
+    time_copies,
+    time_disk,
+    time_links,
+)
 from longshift.profile.bench import LONG_S, SHORT_S, Bench
 from longshift.trainer.launch import launch
 from longshift.trainer.run_folder import RunFolder
@@ -48,8 +64,8 @@ BUDGETS_S = {  # of each family: CPU quick, CPU full, GPU quick, GPU full
 
 
 def measure_here(per_node: int, quick: bool, fresh: bool, tell: Callable[[str], None]) -> Cluster:
-    """`obtain` in this process: as one of its ranks where a launcher started it; with a process a GPU where there are several; else alone.
-    The result is in the cache."""
+    """`obtain` in this process: as one of its ranks where a launcher started it; with a process a
+    GPU where there are several; else alone. The result is in the cache."""
     if launched() or torch.cuda.device_count() <= 1:
         world = World.from_environment()
         cluster = obtain(world, per_node, quick, fresh, tell)
@@ -67,11 +83,20 @@ def measure_here(per_node: int, quick: bool, fresh: bool, tell: Callable[[str], 
         return load(file)
 
 
-def obtain(world: World, per_node: int, quick: bool, fresh: bool, tell: Callable[[str], None], cache: Path = CACHE) -> Cluster:
-    """The profile of this machine, from the cache unless `fresh`, else measured. Every rank of a launched world calls it, and gets the
-    same."""
+def obtain(
+    world: World,
+    per_node: int,
+    quick: bool,
+    fresh: bool,
+    tell: Callable[[str], None],
+    cache: Path = CACHE,
+) -> Cluster:
+    """The profile of this machine, from the cache unless `fresh`, else measured. Every rank of a
+    launched world calls it, and gets the same."""
     if world.size % per_node:
-        raise UsageError(f"{world.size} ranks do not fill nodes of {per_node}; start as many on each node")
+        raise UsageError(
+            f"{world.size} ranks do not fill nodes of {per_node}; start as many on each node"
+        )
     cluster = None
     if not fresh:
         cluster = kept(world.device, world.size // per_node, per_node, quick, cache, tell)
@@ -86,9 +111,16 @@ def cache_file(facts: Mapping[str, object], cache: Path) -> Path:
     return cache.expanduser() / "profiles" / f"{fingerprint(facts)}.json"
 
 
-def kept(device: torch.device, nodes: int, per_node: int, quick: bool, cache: Path, tell: Callable[[str], None]) -> Cluster | None:
-    """What was measured before with the same hardware and software; a full profile serves for a quick one. A damaged file is told of and
-    passed over."""
+def kept(
+    device: torch.device,
+    nodes: int,
+    per_node: int,
+    quick: bool,
+    cache: Path,
+    tell: Callable[[str], None],
+) -> Cluster | None:
+    """What was measured before with the same hardware and software; a full profile serves for a
+    quick one. A damaged file is told of and passed over."""
     for detail in (False, True) if quick else (False,):
         facts = machine.facts(device, nodes, per_node, detail)
         file = cache_file(facts, cache)
@@ -100,12 +132,17 @@ def kept(device: torch.device, nodes: int, per_node: int, quick: bool, cache: Pa
     return None
 
 
-def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None], cache: Path = CACHE) -> Cluster:
+def profile(
+    world: World, per_node: int, quick: bool, tell: Callable[[str], None], cache: Path = CACHE
+) -> Cluster:
     """Measure, and put the result into the cache. `tell`: progress."""
     cores = time_compute.granted_cores()
     threads = min(torch.get_num_threads(), core_quota() or core_count())
     if cores < BUSY * threads:
-        tell(f"this process gets {cores:.2f} of its {threads:g} cores: others run, or its cores are capped; the numbers hold for that")
+        tell(
+            f"this process gets {cores:.2f} of its {threads:g} cores: others run, or its cores are"
+            " capped; the numbers hold for that"
+        )
     shares = torch.tensor([-cores / threads], device=world.device)
     least_share = -world.everyone.all_reduce(shares, ReduceOp.MAX).item()
     if least_share < STARVED and not quick:
@@ -116,7 +153,10 @@ def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None
     facts = machine.facts(world.device, world.size // per_node, per_node, quick)
     which = 2 * (world.device.type == "cuda") + (not quick)
     budget_s = {family: budgets[which] for family, budgets in BUDGETS_S.items()}
-    tell(f"measuring for about {sum(budget_s.values()):.0f} s" + ", up to two minutes while others run" * any_busy)
+    tell(
+        f"measuring for about {sum(budget_s.values()):.0f} s"
+        + ", up to two minutes while others run" * any_busy
+    )
     begin_s = time.monotonic()
 
     def begin(number: int, what: str) -> None:
@@ -171,12 +211,17 @@ def merge(ranks: list[Cluster]) -> Cluster:
         memory_bytes_per_s=median("memory_bytes_per_s"),
         launch_s=median("launch_s"),
         cores=median("cores"),
-        flops_per_s={dtype: statistics.median(d.flops_per_s[dtype] for d in devices) for dtype in devices[0].flops_per_s},
+        flops_per_s={
+            dtype: statistics.median(d.flops_per_s[dtype] for d in devices)
+            for dtype in devices[0].flops_per_s
+        },
     )
     return replace(ranks[0], device=device, curves=curves)
 
 
-def _collectives(world: World, per_node: int, quick: bool, budget_s: float, least_s: float) -> dict[str, Curve]:
+def _collectives(
+    world: World, per_node: int, quick: bool, budget_s: float, least_s: float
+) -> dict[str, Curve]:
     arguments = {"quick": quick, "budget_s": budget_s, "least_s": least_s}
     if world.size > 1:
         return decode_curves(time_links.collectives(world, per_node, **arguments))
@@ -184,10 +229,16 @@ def _collectives(world: World, per_node: int, quick: bool, budget_s: float, leas
     if world.device.type == "cuda" or cores == 1:
         return {}
     with ForkedWorld(cores) as forked:
-        return decode_curves(forked.call("longshift.profile.time_links:collectives", 300.0, per_node=cores, **arguments)[0])
+        return decode_curves(
+            forked.call(
+                "longshift.profile.time_links:collectives", 300.0, per_node=cores, **arguments
+            )[0]
+        )
 
 
-def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve], cores: float, folder: Path) -> Cluster:
+def _cluster(
+    world: World, per_node: int, facts: dict, curves: dict[str, Curve], cores: float, folder: Path
+) -> Cluster:
     """What the curves say, with the constants that follow from them."""
     device = world.device
     flops = {}
@@ -224,7 +275,11 @@ def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve],
         links=links,
         shares=dict.fromkeys(SHARES, 1.0),
         sources={},
-        disk=Disk(float(shutil.disk_usage(folder).total), _rate(reads), _rate(writes)) if reads else None,
+        disk=(
+            Disk(float(shutil.disk_usage(folder).total), _rate(reads), _rate(writes))
+            if reads
+            else None
+        ),
         curves=curves,
         facts=facts,
     )
@@ -245,7 +300,11 @@ def _rate(curves: list[Curve]) -> float:
 def _rank(file: str, per_node: str, *words: str) -> None:
     """One of the processes that `measure_here` started."""
     world = World.from_environment()
-    tell = (lambda line: print(f"longshift: {line}", file=sys.stderr, flush=True)) if world.rank == 0 else (lambda line: None)
+    tell = (
+        (lambda line: print(f"longshift: {line}", file=sys.stderr, flush=True))
+        if world.rank == 0
+        else (lambda line: None)
+    )
     cluster = obtain(world, int(per_node), "quick" in words, "fresh" in words, tell)
     if world.rank == 0:
         save(cluster, Path(file))

@@ -1,7 +1,7 @@
 """Attention: which kernels run here, and their seconds by length, heads and direction.
 
-Two kinds of piece, as ring attention and streaming cut it: `causal`, a square on the diagonal, and `full`, queries that see all keys.
-"""
+Two kinds of piece, as ring attention and streaming cut it: `causal`, a square on the diagonal, and
+`full`, queries that see all keys."""
 
 from functools import partial
 from itertools import product
@@ -16,7 +16,8 @@ from longshift.model.kernels import CUDNN, FLASH, TILED, Kernel
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.time_compute import DTYPES, noise
 
-# Of 8 heads, 1,024 tokens are 64 tiles, which leave half of a GPU idle: an H100 took as long for them as for those of 32.
+# Of 8 heads, 1,024 tokens are 64 tiles, which leave half of a GPU idle: an H100 took as long for
+# them as for those of 32.
 HEADS = {"cpu": (Heads(8, 2, 64), Heads(32, 8, 128)), "cuda": (Heads(32, 8, 64), Heads(32, 8, 128))}
 TOKENS = {  # (device, quick): lengths on the diagonal; queries and keys of full pieces
     ("cpu", True): ((32, 256, 1024, 2048), (256, 1024)),
@@ -24,7 +25,13 @@ TOKENS = {  # (device, quick): lengths on the diagonal; queries and keys of full
     ("cuda", True): ((1024, 4096, 16384), (1024, 8192)),
     ("cuda", False): ((1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 8192, 65536)),
 }
-MOST_FLOPS = {("cpu", True): 1.2e10, ("cpu", False): 1.2e10, ("cuda", True): 2e13, ("cuda", False): 1.5e14}  # of one operation
+# Of one operation.
+MOST_FLOPS = {
+    ("cpu", True): 1.2e10,
+    ("cpu", False): 1.2e10,
+    ("cuda", True): 2e13,
+    ("cuda", False): 1.5e14,
+}
 
 
 def dtypes(device: torch.device) -> dict[str, torch.dtype]:
@@ -40,13 +47,17 @@ def tried(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
 
 
 def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[str, Curve]]:
-    """Every kernel's verdict, and the curves `attention KERNEL DTYPE DIRECTION causal|full HEADS` of those that run."""
+    """Every kernel's verdict, and the curves `attention KERNEL DTYPE DIRECTION causal|full HEADS`
+    of those that run."""
     verdicts = []
     plans = {}
     kind = bench.device.type, bench.quick
     shown = HEADS["cpu"][:1] if kind == ("cpu", True) else HEADS[bench.device.type]
     for name, dtype in dtypes(bench.device).items():
-        inputs = {heads: _inputs(heads, max(map(max, TOKENS[kind])), dtype, bench.device) for heads in shown}
+        inputs = {
+            heads: _inputs(heads, max(map(max, TOKENS[kind])), dtype, bench.device)
+            for heads in shown
+        }
         for kernel in tried(bench.device, dtype):
             verdict = probe(kernel, dtype, name, bench.device)
             verdicts.append(verdict)
@@ -62,10 +73,19 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
 def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Gradient, q, k and v of the longest attention; shorter ones take their beginning."""
     counts = (heads.query, heads.query, heads.key, heads.key)
-    return [noise(tokens * n * heads.width, dtype, device).view(tokens, n, heads.width) for n in counts]
+    return [
+        noise(tokens * n * heads.width, dtype, device).view(tokens, n, heads.width) for n in counts
+    ]
 
 
-def _plan(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, bool], is_backward: bool, causal: bool) -> Plan:
+def _plan(
+    kernel: Kernel,
+    heads: Heads,
+    inputs: list[Tensor],
+    kind: tuple[str, bool],
+    is_backward: bool,
+    causal: bool,
+) -> Plan:
     """Attention of the first queries to the first keys."""
     square, pairs = TOKENS[kind]
     lengths = []
@@ -83,4 +103,6 @@ def _plan(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, b
 
     if causal:
         return Plan((SampledSizes("tokens", tuple(lengths), 2.0),), prepare)
-    return Plan((SampledSizes("queries", tuple(lengths)), SampledSizes("keys", tuple(lengths))), prepare)
+    return Plan(
+        (SampledSizes("queries", tuple(lengths)), SampledSizes("keys", tuple(lengths))), prepare
+    )

@@ -1,4 +1,5 @@
-"""Arithmetic: matmuls by shape, elementwise operations by bytes, the least time between two operations, cores that a process gets."""
+"""Arithmetic: matmuls by shape, elementwise operations by bytes, the least time between two
+operations, cores that a process gets."""
 
 import math
 import time
@@ -10,7 +11,9 @@ from longshift.cluster.curves import Curve, SampledSizes
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.spec.formats import FORMATS
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, FORMATS[name].compute) for name in ("float32", "bf16")}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, FORMATS[name].compute) for name in ("float32", "bf16")
+}
 SPIN_S = 0.4
 
 SHAPES = {  # (device, quick): rows; inner and outer widths
@@ -50,7 +53,9 @@ def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
     sizes = STREAMED[bench.device.type, bench.quick]
 
     def plan(dtype: torch.dtype) -> Plan:
-        a, b, c = (noise(math.ceil(max(sizes) / 3 / dtype.itemsize), dtype, bench.device) for _ in range(3))
+        a, b, c = (
+            noise(math.ceil(max(sizes) / 3 / dtype.itemsize), dtype, bench.device) for _ in range(3)
+        )
 
         def prepare(moved_bytes: int) -> Run:
             count = max(1, moved_bytes // 3 // dtype.itemsize)
@@ -58,11 +63,14 @@ def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
         return Plan((SampledSizes("bytes", sizes),), prepare)
 
-    return bench.curves({f"elementwise {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s)
+    return bench.curves(
+        {f"elementwise {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s
+    )
 
 
 def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
-    """Many operations on one number, one after the other; on a GPU the queue runs full, so this is what launching costs."""
+    """Many operations on one number, one after the other; on a GPU the queue runs full, so this is
+    what launching costs."""
     x = torch.zeros(1, device=bench.device)
 
     def prepare(count: int) -> Run:
@@ -88,7 +96,8 @@ def granted_cores() -> float:
 
 
 def noise(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal numbers; a run of them, over and over, where that saves time: power and speed do not depend on more."""
+    """Normal numbers; a run of them, over and over, where that saves time: power and speed do not
+    depend on more."""
     generator = torch.Generator().manual_seed(count)
     block = torch.randn(min(count, 2**20), generator=generator).to(dtype)
     return block.repeat(math.ceil(count / len(block)))[:count].to(device)

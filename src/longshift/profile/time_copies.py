@@ -22,7 +22,8 @@ BOTH_WAYS_BYTES = (2**26, 2**28)  # long enough to overlap
 
 
 def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
-    """Curves `copy to_device|to_host pinned`, and those with ` both` at their end, of copies during others in the opposite direction."""
+    """Curves `copy to_device|to_host pinned`, and those with ` both` at their end, of copies during
+    others in the opposite direction."""
     sizes = SIZES[bench.device.type, bench.quick]
     axes = (SampledSizes("bytes", sizes),)
     largest = max(sizes)
@@ -55,7 +56,10 @@ def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
 def _memory(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """As much memory of the device and, pinned, of the host, whose pages are there."""
-    return torch.empty(size, dtype=torch.uint8, device=device), torch.ones(size, dtype=torch.uint8).pin_memory()
+    return (
+        torch.empty(size, dtype=torch.uint8, device=device),
+        torch.ones(size, dtype=torch.uint8).pin_memory(),
+    )
 
 
 def _copier(target: Tensor, source: Tensor) -> Callable[[int], Run]:
@@ -63,9 +67,12 @@ def _copier(target: Tensor, source: Tensor) -> Callable[[int], Run]:
 
 
 def _copier_beside(
-    copy: Callable[[int], Run], opposite: Callable[[int], Run], streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
+    copy: Callable[[int], Run],
+    opposite: Callable[[int], Run],
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
 ) -> Callable[[int], Run]:
-    """Prepares copies that time themselves: each on one stream, while opposite ones of the same size are under way on the other."""
+    """Prepares copies that time themselves: each on one stream, while opposite ones of the same
+    size are under way on the other."""
 
     def prepare(size: int) -> Run:
         timed_copy = copy(size)

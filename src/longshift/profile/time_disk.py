@@ -1,4 +1,5 @@
-"""Reads and writes of a private file, one block after another, through the page cache, as training moves what waits on disk.
+"""Reads and writes of a private file, one block after another, through the page cache, as training
+moves what waits on disk.
 
 The cache is dropped before reading, and written out at the end of writing.
 """
@@ -40,7 +41,9 @@ def _read(file: int, size: int) -> float:
 
 def _write(file: int, size: int) -> float:
     block = os.urandom(size)
-    return _block_seconds(size, lambda offset: os.pwrite(file, block, offset), lambda: os.fdatasync(file))
+    return _block_seconds(
+        size, lambda offset: os.pwrite(file, block, offset), lambda: os.fdatasync(file)
+    )
 
 
 def _block_seconds(size: int, move: Callable[[int], int], end: Run) -> float:

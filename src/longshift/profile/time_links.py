@@ -1,12 +1,15 @@
-"""Collectives, as training calls them (`dist/collectives.Group`), by bytes, ranks and level of link.
+"""Collectives, as training calls them (`dist/collectives.Group`), by bytes, ranks and level of
+link.
 
-At the level `node` groups are consecutive ranks of one node; at `network`, ranks with the same place in different nodes. `network by 4` has
-four consecutive ranks of each node in a group. All groups of a size run at once, as they do in training. A collective takes as long as its
-slowest rank.
+At the level `node` groups are consecutive ranks of one node; at `network`, ranks with the same
+place in different nodes. `network by 4` has four consecutive ranks of each node in a group. All
+groups of a size run at once, as they do in training. A collective takes as long as its slowest
+rank.
 
-On a CPU what travels takes time of the cores that compute: `cores send` has the processor seconds of a rank that sends so many bytes and
-receives as many. And ranks that have computed come to a collective one after another: `late` has the seconds, over ranks, that a small
-collective after matmuls takes beyond both by themselves.
+On a CPU what travels takes time of the cores that compute: `cores send` has the processor seconds
+of a rank that sends so many bytes and receives as many. And ranks that have computed come to a
+collective one after another: `late` has the seconds, over ranks, that a small collective after
+matmuls takes beyond both by themselves.
 """
 
 import math
@@ -34,14 +37,17 @@ LEAST_WORK_S = 0.01  # that they take
 WORKS = 6  # how often both are done in a row
 LATENESSES = {True: 15, False: 5}  # rounds of that, where the cores are free or not
 LEAST_LATE_S = 1e-5
-LONGEST_S = {True: 0.03, False: 0.1}  # of one operation, quick or not; sizes go up to where it takes so long
+# Of one operation, quick or not; sizes go up to where it takes so long.
+LONGEST_S = {True: 0.03, False: 0.1}
 FEWEST = 3  # rounds
 MOST = 11
 
 
-def collectives(world: World, per_node: int, quick: bool, budget_s: float, least_s: float) -> dict[str, dict]:
-    """Curves `OPERATION LEVEL` over ranks and bytes, as JSON, the same on every rank. All ranks call it together. `least_s`: of one
-    timing."""
+def collectives(
+    world: World, per_node: int, quick: bool, budget_s: float, least_s: float
+) -> dict[str, dict]:
+    """Curves `OPERATION LEVEL` over ranks and bytes, as JSON, the same on every rank. All ranks
+    call it together. `least_s`: of one timing."""
     groups = _groups(world, per_node)
 
     # 1. What is timed, by curve, ranks and bytes.
@@ -53,30 +59,40 @@ def collectives(world: World, per_node: int, quick: bool, budget_s: float, least
             if operation == "send" and " by " in level:
                 continue  # of two ranks, whatever the group
             for ranks, group in sizes.items():
-                for size in (SMALLEST_BYTES << step for step in range(doublings % 2, doublings + 1, 2)):
-                    runs[f"{operation} {level}", ranks, size] = group, _operation(operation, group, size, world.device)
+                for size in (
+                    SMALLEST_BYTES << step for step in range(doublings % 2, doublings + 1, 2)
+                ):
+                    runs[f"{operation} {level}", ranks, size] = (
+                        group,
+                        _operation(operation, group, size, world.device),
+                    )
     samples = dict(zip(runs, _rounds(world, list(runs.values()), budget_s, least_s)))
 
     # 2. A curve of each operation and level.
     curves = {}
     for name in dict.fromkeys(name for name, _, _ in runs):
         points = [point for point in runs if point[0] == name]
-        # More ranks need not be slower in proportion: the bytes that a rank moves hardly depend on their number.
+        # More ranks need not be slower in proportion: the bytes that a rank moves hardly depend on
+        # their number.
         ranks = SampledSizes("ranks", tuple(sorted({ranks for _, ranks, _ in points})), 0.0)
         message_bytes = SampledSizes("bytes", tuple(sorted({size for _, _, size in points})))
-        curves[name] = asdict(curve_of((ranks, message_bytes), [samples[point] for point in points]))
+        curves[name] = asdict(
+            curve_of((ranks, message_bytes), [samples[point] for point in points])
+        )
     if world.device.type == "cpu":
         farthest = [point[:2] for point in runs if point[0].startswith("send ")][-1]
         sends = {point[2]: run for point, run in runs.items() if point[:2] == farthest}
         curves["cores send"] = asdict(_cores_of_sends(world, sends))
         by_size = {size: group for sizes in groups.values() for size, group in sizes.items()}
-        curves["late"] = asdict(_lateness(world, by_size, max(LEAST_WORK_S, least_s), LATENESSES[least_s <= SHORT_S]))
+        curves["late"] = asdict(
+            _lateness(world, by_size, max(LEAST_WORK_S, least_s), LATENESSES[least_s <= SHORT_S])
+        )
     return curves
 
 
 def _cores_of_sends(world: World, sends: Mapping[int, tuple[Group, Callable[[], None]]]) -> Curve:
-    """Processor seconds of a rank that sends and receives, over bytes: of both ranks of a group that send and receive, the mean of all
-    groups."""
+    """Processor seconds of a rank that sends and receives, over bytes: of both ranks of a group
+    that send and receive, the mean of all groups."""
     seconds = []
     for group, run in sends.values():
         for _ in range(FEWEST):
@@ -92,9 +108,10 @@ def _cores_of_sends(world: World, sends: Mapping[int, tuple[Group, Callable[[], 
 
 
 def _lateness(world: World, groups: Mapping[int, Group], work_s: float, rounds: int) -> Curve:
-    """How much longer ranks take for computing `work_s` and a small collective than for both by themselves, over ranks of a group. Ranks
-    end their computing at random within some time: the last of n comes after n / (n + 1) of it on average, and any one after half of it.
-    That time is what groups of all sizes show together."""
+    """How much longer ranks take for computing `work_s` and a small collective than for both by
+    themselves, over ranks of a group. Ranks end their computing at random within some time: the
+    last of n comes after n / (n + 1) of it on average, and any one after half of it. That time is
+    what groups of all sizes show together."""
     x = torch.ones(SIDE, SIDE)
     out = torch.empty_like(x)
 
@@ -129,11 +146,15 @@ def _lateness(world: World, groups: Mapping[int, Group], work_s: float, rounds: 
     means = totals.view(rounds, -1) / world.size
     shares = torch.tensor([size / (size + 1) - 0.5 for size in sizes], dtype=torch.float64)
     within_s = (means.sum(1) / shares.sum()).clamp_min(LEAST_LATE_S)
-    return curve_of((SampledSizes("ranks", tuple(map(float, sizes)), 0.0),), (shares[:, None] * within_s).tolist())
+    return curve_of(
+        (SampledSizes("ranks", tuple(map(float, sizes)), 0.0),),
+        (shares[:, None] * within_s).tolist(),
+    )
 
 
 def link_of(curve: Curve) -> Link:
-    """Latency and bandwidth of the messages that a `send` curve timed: the smallest one's seconds, the largest two's slope."""
+    """Latency and bandwidth of the messages that a `send` curve timed: the smallest one's seconds,
+    the largest two's slope."""
     sizes = curve.axes[-1].sizes
     seconds = curve.grid.reshape(-1, len(sizes))[0]
     rate = sizes[-1] / seconds[-1]
@@ -164,7 +185,9 @@ def _groups(world: World, per_node: int) -> dict[str, dict[int, Group]]:
 
 def _powers(count: int) -> list[int]:
     """Group sizes that divide `count`: its powers of two, and itself."""
-    return sorted({n for n in (2, 4, 8, 16, 32, 64) if count % n == 0} | ({count} if count > 1 else set()))
+    return sorted(
+        {n for n in (2, 4, 8, 16, 32, 64) if count % n == 0} | ({count} if count > 1 else set())
+    )
 
 
 def _largest(world: World, group: Group, longest_s: float) -> int:
@@ -179,7 +202,9 @@ def _largest(world: World, group: Group, longest_s: float) -> int:
     return size
 
 
-def _operation(operation: str, group: Group, size_bytes: int, device: torch.device) -> Callable[[], None]:
+def _operation(
+    operation: str, group: Group, size_bytes: int, device: torch.device
+) -> Callable[[], None]:
     """One collective, complete on this rank when it returns (on a GPU: enqueued)."""
     share = max(1, size_bytes // 4 // group.size)
     buffer = torch.ones(share * group.size, device=device)
@@ -202,7 +227,9 @@ def _operation(operation: str, group: Group, size_bytes: int, device: torch.devi
     }[operation]
 
 
-def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s: float, least_s: float) -> list[list[float]]:
+def _rounds(
+    world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s: float, least_s: float
+) -> list[list[float]]:
     """Seconds of each operation in every round, of the slowest rank."""
     first = []
     begin_s = world.now()
@@ -212,7 +239,8 @@ def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s
     *agreed, first_s = _slowest(world, [[*first, world.now() - begin_s]])[0]
     least_s = min(least_s, budget_s / (FEWEST * len(runs)))
     repeats = [max(1, math.ceil(least_s / seconds)) for seconds in agreed]
-    # Where others run on the cores, ranks wait for one another: the first operations took longer than the sum of their seconds.
+    # Where others run on the cores, ranks wait for one another: the first operations took longer
+    # than the sum of their seconds.
     a_round_s = first_s + sum(seconds * (count - 1) for seconds, count in zip(agreed, repeats))
     fewest = FEWEST if FEWEST * a_round_s <= LATEST_S else 1
     rounds = int(min(MOST, max(fewest, budget_s / a_round_s)))

@@ -1,33 +1,41 @@
-"""The program of a training step on one rank: which operations, in which order. Pure, and a function of the layouts, of how many packs each
-replica has, and of the rank's place; never of what has already arrived.
+"""The program of a training step on one rank: which operations, in which order. Pure, and a
+function of the layouts, of how many packs each replica has, and of the rank's place; never of what
+has already arrived.
 
     group 1                                       group 2                        end
     ┌ gathers ahead ─ turns ─ reductions ┐        ┌ rest of the switch ─ ... ┐   norm ─ update
       └ late updates    └ exchanges of the switch to group 2, ahead ┘└ early updates
 
-ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 3 gathers a unit for each use and releases it after, stages
-0 to 2 gather it once a group; stages 2 and 3 reduce after every backward, stages 0 and 1 after the last.
+ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 3 gathers a unit for
+each use and releases it after, stages 0 to 2 gather it once a group; stages 2 and 3 reduce after
+every backward, stages 0 and 1 after the last.
 
-[Note: windows] Gathers that are not yet used, and reductions that are not yet home, may have as many bytes as those of the largest block.
-One of each may always be under way, however large. Bytes are nominal (a unit's elements over `tp`), the same number on every rank, so that
-all decide alike.
+[Note: windows] Gathers that are not yet used, and reductions that are not yet home, may have as
+many bytes as those of the largest block. One of each may always be under way, however large. Bytes
+are nominal (a unit's elements over `tp`), the same number on every rank, so that all decide alike.
 
-[Note: late updates] A home outside the device is updated under the forward of the next step. The norm, and so the clip, is known since the
-end of the step before, and a unit is updated before the first gather, or exchange, that reads its master: nothing is stale. Ranks update in
-one order, that of the forward, up to the unit that is read, whoever keeps it, so that collectives of `pack` cross no others.
+[Note: late updates] A home outside the device is updated under the forward of the next step. The
+norm, and so the clip, is known since the end of the step before, and a unit is updated before the
+first gather, or exchange, that reads its master: nothing is stale. Ranks update in one order, that
+of the forward, up to the unit that is read, whoever keeps it, so that collectives of `pack` cross
+no others.
 
-[Note: early updates] A unit on disk may be updated under the backward, when its last reduction has ended, as if the norm would not clip
-(SuperOffload, arXiv 2509.21271, does so in host memory). Its masters and moments go to a second place in the file, and its gradient sums
-to theirs. Where the norm does not clip, the second places count from then on; where it does, or is not finite, the first ones do, and the
-unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. `early_units` (`layout.home_tiers`) leaves some units
-to the forward, which has its part of the bytes so. The unit that is reduced last in a step is updated late too: no backward hides its
-writing. All are late where moments are packed in fewer bits: ranks agree on scales while they pack, in one order. Masters and moments of
-two units are in memory, one that is updated or written and the next. From the end of the forward on, masters and moments are read up to
-READ_AHEAD turns before the unit's backward, as far as there is room.
+[Note: early updates] A unit on disk may be updated under the backward, when its last reduction has
+ended, as if the norm would not clip (SuperOffload, arXiv 2509.21271, does so in host memory). Its
+masters and moments go to a second place in the file, and its gradient sums to theirs. Where the
+norm does not clip, the second places count from then on; where it does, or is not finite, the first
+ones do, and the unit is updated late. Bits are the same. Ranks need not agree: no other one sees
+it. `early_units` (`layout.home_tiers`) leaves some units to the forward, which has its part of the
+bytes so. The unit that is reduced last in a step is updated late too: no backward hides its
+writing. All are late where moments are packed in fewer bits: ranks agree on scales while they pack,
+in one order. Masters and moments of two units are in memory, one that is updated or written and the
+next. From the end of the forward on, masters and moments are read up to READ_AHEAD turns before the
+unit's backward, as far as there is room.
 
-[Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
-after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
-no stage waits for that backward; other stages post them after their last message.
+[Note: order] Members of a communicator post its operations in one order, and no rank waits for an
+operation that another can only post after this rank has done what follows. So exchanges of a switch
+that go ahead are posted between the turns of the last backward only where no stage waits for that
+backward; other stages post them after their last message.
 """
 
 from collections import Counter, deque
@@ -55,14 +63,17 @@ from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
 from longshift.workload.groups import LengthGroup
 
-READ_AHEAD = 3  # how far ahead the disk is read: masters in units, where a forward moves records too; masters and moments in turns
+# How far ahead the disk is read: masters in units, where a forward moves records too; masters and
+# moments in turns.
+READ_AHEAD = 3
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout
-    that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead; `spans`: by unit the first
-    exchange that reads a source or adds to a target, and the last that does."""
+    """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i;
+    `closes[i]`: the units of the layout that is left which nothing reads after exchange i is
+    posted; `ahead`: how many exchanges may go ahead; `spans`: by unit the first exchange that reads
+    a source or adds to a target, and the last that does."""
 
     count: int
     opens: tuple[tuple[int, ...], ...]
@@ -72,7 +83,8 @@ class Exchanges:
 
 
 class Steps:
-    """Makes the programs of one rank. Mutable: it keeps what it has made. Several threads may ask for programs."""
+    """Makes the programs of one rank. Mutable: it keeps what it has made. Several threads may ask
+    for programs."""
 
     def __init__(
         self,
@@ -86,8 +98,9 @@ class Steps:
         wire: Wire = Wire(),  # noqa: B008  (frozen)
         doubled: bool = True,
     ):
-        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates;
-        `wire`: formats of gathers and reductions; `doubled`: whether a home on disk has second places."""
+        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps,
+        `packed` into this format between updates; `wire`: formats of gathers and reductions;
+        `doubled`: whether a home on disk has second places."""
         self.itinerary = itinerary
         self.rank = rank
         self.home_in = home_in
@@ -102,13 +115,22 @@ class Steps:
         self.on_disk = [unit for unit, tier in self.home_tiers.items() if tier == "disk"]
         self.kept = trained_elements(itinerary.spec, self.buckets, rank)
         self.trained = list(self.kept)
-        self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(self.trained)
-        self.early = early_units(self.home_tiers, self.kept) if doubled and self.packed == "float32" else frozenset[int]()
+        self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(
+            self.trained
+        )
+        self.early = (
+            early_units(self.home_tiers, self.kept)
+            if doubled and self.packed == "float32"
+            else frozenset[int]()
+        )
         # Elements of two units that are updated one after the other.
         early_sizes = [size for unit, size in self.kept.items() if unit in self.early]
         self.early_pair = max((a + b for a, b in pairwise(early_sizes)), default=sum(early_sizes))
         self.bytes = weight_bytes, sum_bytes
-        self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
+        self.views = {
+            layout: RankLayout(itinerary.spec, layout, cut, rank)
+            for layout, cut in itinerary.cuts.items()
+        }
         self.cuts = set(itinerary.cuts.values())
         self.world = itinerary.home.world
         self._programs: dict[tuple[tuple[Visit, ...], bool, tuple[int, ...], bool], Program] = {}
@@ -121,9 +143,10 @@ class Steps:
         left: Sequence[int] = (),
         early: bool = False,
     ) -> Program:
-        """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn.
-        `left`: units whose updates the step before has left; without visits the program makes these alone. `early`: whether units are
-        updated before the norm, as far as they can be."""
+        """The operations of a step that visits these groups, in this order; without what only
+        gradients need where it does not learn. `left`: units whose updates the step before has
+        left; without visits the program makes these alone. `early`: whether units are updated
+        before the norm, as far as they can be."""
         visits = tuple(visits)
         early = early and bool(self.early)
         key = visits, learns, tuple(left), early
@@ -132,12 +155,17 @@ class Steps:
             # A run has few kinds of steps; one with many would fill memory with programs.
             if len(self._programs) >= 64:
                 self._programs.clear()
-            program = self._programs[key] = tuple(_Step(self, visits, learns, left, early).operations())
+            program = self._programs[key] = tuple(
+                _Step(self, visits, learns, left, early).operations()
+            )
         return program
 
-    def visits(self, groups: Sequence[LengthGroup], lengths: Sequence[int]) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
-        """The groups as a program needs them, and the documents of each micro-batch of this rank's replica, by visit. A micro-batch has no
-        documents where the replica has fewer packs than another. `lengths`: of the step's documents."""
+    def visits(
+        self, groups: Sequence[LengthGroup], lengths: Sequence[int]
+    ) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
+        """The groups as a program needs them, and the documents of each micro-batch of this rank's
+        replica, by visit. A micro-batch has no documents where the replica has fewer packs than
+        another. `lengths`: of the step's documents."""
         visits = []
         packs_by_visit = []
         for group in groups:
@@ -159,7 +187,8 @@ class Steps:
         return place_of(self.itinerary.spec, unit)
 
     def source(self, previous: Layout | None) -> Cut | None:
-        """Whose copies a switch takes weights from, besides home, when layout `previous` has computed."""
+        """Whose copies a switch takes weights from, besides home, when layout `previous` has
+        computed."""
         return None if previous is None else self.itinerary.source(previous)
 
     def bring(self, source: Cut | None, target: Cut) -> Exchanges:
@@ -171,7 +200,8 @@ class Steps:
         return self._planned(self.itinerary.sums(source), None, None)
 
     def _planned(self, plan: Plan, source: Cut | None, target: Cut | None) -> Exchanges:
-        """A plan as the program needs it. `source`: the cut that it leaves; `target`: the cut that it fills; None where home does both."""
+        """A plan as the program needs it. `source`: the cut that it leaves; `target`: the cut that
+        it fills; None where home does both."""
         if plan in self._exchanges:
             return self._exchanges[plan]
         count = plan.exchanges
@@ -187,7 +217,9 @@ class Steps:
             count=count,
             opens=tuple(map(tuple, opens)),
             closes=tuple(map(tuple, closes)),
-            ahead=next((number for number, opened in enumerate(max_bytes) if opened > limit), count),
+            ahead=next(
+                (number for number, opened in enumerate(max_bytes) if opened > limit), count
+            ),
             spans={unit: (first[unit], min(count, last[unit] + plan.rounds) - 1) for unit in first},
         )
         return self._exchanges.setdefault(plan, exchanges)  # another thread may have been first
@@ -198,8 +230,8 @@ class Steps:
 
 
 def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int], list[int]]:
-    """The first and the last bucket of each moving unit; the most bytes of wanted weights that any rank has storage for after each
-    exchange's `open`."""
+    """The first and the last bucket of each moving unit; the most bytes of wanted weights that any
+    rank has storage for after each exchange's `open`."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     unit_bytes: dict[int, np.ndarray] = {}  # int64 [ranks]
@@ -259,9 +291,11 @@ class _Step:
                 yield from self._update()
 
     def _update(self, last: int | None = None) -> Iterator[Op]:
-        """Pending updates, up to that of unit `last`, or all. Of units on disk the next one comes while one is updated, and the one before
-        goes."""
-        while self.pending_updates and (last is None or self.steps.place(self.pending_updates[0]) <= self.steps.place(last)):
+        """Pending updates, up to that of unit `last`, or all. Of units on disk the next one comes
+        while one is updated, and the one before goes."""
+        while self.pending_updates and (
+            last is None or self.steps.place(self.pending_updates[0]) <= self.steps.place(last)
+        ):
             unit = self.pending_updates.popleft()
             on_disk = unit in self.disk.units
             if on_disk:
@@ -286,7 +320,8 @@ class _Step:
             return
         if not cut.at_home:
             exchanges = self._switch(number)
-            for units in exchanges.closes[: self.ahead]:  # what went ahead left them, for they were still in use
+            # What went ahead left them, for they were still in use.
+            for units in exchanges.closes[: self.ahead]:
                 yield from (Op("close", number - 1, unit) for unit in units)
             yield from self._exchange(number, exchanges, "weights", self.ahead, exchanges.count)
             yield Op("await exchange", number, number=exchanges.count - 1, way="weights")
@@ -303,8 +338,11 @@ class _Step:
         previous = self.visits[number - 1].layout if number else None
         return self.steps.bring(self.steps.source(previous), self.views[number].cut)
 
-    def _exchange(self, number: int, exchanges: Exchanges, way: str, start: int, stop: int) -> Iterator[Op]:
-        """Exchanges `start` to `stop` of a switch, one awaited before the next. `number`: of the visit."""
+    def _exchange(
+        self, number: int, exchanges: Exchanges, way: str, start: int, stop: int
+    ) -> Iterator[Op]:
+        """Exchanges `start` to `stop` of a switch, one awaited before the next. `number`: of the
+        visit."""
         for i in range(start, stop):
             if i:
                 yield Op("await exchange", number, number=i - 1, way=way)
@@ -323,18 +361,30 @@ class _Step:
         readable = [unit for unit, (first, _) in exchanges.spans.items() if first <= i]
         if readable:
             yield from self._update(max(readable, key=self.steps.place))
-            yield from self.disk.await_writes("record")  # its memory goes when it is written, and an exchange may last longer
+            # Its memory goes when it is written, and an exchange may last longer.
+            yield from self.disk.await_writes("record")
 
-    def _from_home(self, number: int, exchanges: Exchanges, way: str, i: int, ended: bool) -> Iterator[Op]:
-        """What exchange i reads or adds to of a home on disk: brought before it, gone when it has `ended`."""
-        units = [unit for unit in self.disk.units if unit in exchanges.spans and exchanges.spans[unit][ended] == i]
+    def _from_home(
+        self, number: int, exchanges: Exchanges, way: str, i: int, ended: bool
+    ) -> Iterator[Op]:
+        """What exchange i reads or adds to of a home on disk: brought before it, gone when it has
+        `ended`."""
+        units = [
+            unit
+            for unit in self.disk.units
+            if unit in exchanges.spans and exchanges.spans[unit][ended] == i
+        ]
         if way == "weights":
             for unit in units:
                 yield from self.disk.leave(number, unit) if ended else self.disk.have(number, unit)
             return
         for unit in units:
             if unit in self.steps.trained:
-                yield from (self.disk.write(number, unit, "sums") if ended else self.disk.have_sums(number, unit))
+                yield from (
+                    self.disk.write(number, unit, "sums")
+                    if ended
+                    else self.disk.have_sums(number, unit)
+                )
 
     def _go(self, number: int) -> Iterator[Op]:
         """Operations that bring gradient sums home which no later group adds to."""
@@ -343,7 +393,8 @@ class _Step:
         if any(later.cut == view.cut for later in later_views):
             return
         if view.cut.at_home:
-            if not later_views and len(self.steps.cuts) > 1:  # the next step may begin with another cut
+            # The next step may begin with another cut.
+            if not later_views and len(self.steps.cuts) > 1:
                 yield Op("close", number)
             return
         if self.learns:
@@ -351,7 +402,11 @@ class _Step:
             if not self.disk.units:
                 yield Op("total", number)
             else:
-                yield from (Op("total", number, unit) for unit in self.steps.trained if unit not in self.disk.units)
+                yield from (
+                    Op("total", number, unit)
+                    for unit in self.steps.trained
+                    if unit not in self.disk.units
+                )
             exchanges = self.steps.take_home(view.cut)
             yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
             yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
@@ -362,14 +417,20 @@ class _Step:
 
     def _run(self, number: int) -> Iterator[Op]:
         """Operations of the group's micro-batches, forward and backward, and reductions."""
-        # 1. The group's turns. A tied embedding adds up all that its two uses leave, so it is reduced last.
+        # 1. The group's turns. A tied embedding adds up all that its two uses leave, so it is
+        # reduced last.
         view = self.views[number]
         closing = self.learns and all(later.cut != view.cut for later in self.views[number + 1 :])
         turns = list(group_turns(view, self.visits[number], number, closing, self.learns))
-        tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective and unit in view.learned]
+        tied = [
+            Op("reduce", number, unit)
+            for unit in view.tied
+            if closing and view.collective and unit in view.learned
+        ]
 
         # 2. Which reductions are the last of their unit: early updates wait for these.
-        if number == len(self.visits) - 1 and view.cut.at_home:  # no other sums come home after these
+        # No other sums come home after these.
+        if number == len(self.visits) - 1 and view.cut.at_home:
             ops = chain((op for turn in turns for op in turn.ops), tied)
             reduced_units = [op.unit for op in ops if op.kind == "reduce"]
             self.reductions = Counter(reduced_units)
@@ -378,7 +439,9 @@ class _Step:
 
         # 3. A reduction begins when its unit is up to date and there is room for it.
         window = _Window(self.steps, view, "reduce")
-        for op in chain(self._with_gathers(number, turns, self._exchanges_by_turn(number, turns)), tied):
+        for op in chain(
+            self._with_gathers(number, turns, self._exchanges_by_turn(number, turns)), tied
+        ):
             if op.kind != "reduce":
                 yield op
                 continue
@@ -393,7 +456,8 @@ class _Step:
             yield from self._end_reduction(number, window.popleft(), window[0] if window else None)
 
     def _end_reduction(self, number: int, unit: int, next_unit: int | None) -> Iterator[Op]:
-        """The end of a reduction, and what home on disk does with its sum; `next_unit`: whose reduction ends next."""
+        """The end of a reduction, and what home on disk does with its sum; `next_unit`: whose
+        reduction ends next."""
         on_disk = self.views[number].cut.at_home and unit in self.disk.units
         self.reductions[unit] -= 1
         is_early = unit in self.early and self.reductions[unit] == 0
@@ -401,7 +465,11 @@ class _Step:
             yield from self.disk.bring_sums(number, unit)
         yield Op("await reduce", number, unit)
         if on_disk:
-            yield from (self.disk.write_beside(number, unit, "sums") if is_early else self.disk.write(number, unit, "sums"))
+            yield from (
+                self.disk.write_beside(number, unit, "sums")
+                if is_early
+                else self.disk.write(number, unit, "sums")
+            )
         if is_early:
             yield from self._ask_state(number, unit)
             yield Op("await read", number, unit, part="state")
@@ -411,17 +479,23 @@ class _Step:
             yield from self.disk.write_beside(number, unit, "state")
 
     def _ask_state(self, number: int, unit: int | None) -> Iterator[Op]:
-        """Read the masters and moments of a unit that is updated early, once its last reduction has begun."""
+        """Read the masters and moments of a unit that is updated early, once its last reduction has
+        begun."""
         if unit is not None and unit in self.early and not self.to_come[unit]:
             yield from self.disk.ask_state(number, unit)
 
     def _room_for_state(self, unit: int) -> bool:
-        """Whether masters and moments of a unit can be read beside those in memory. There is room for those of two units that are updated
-        one after the other, and for a quarter more: for a small one, such as a last norm."""
-        return 4 * sum(self.steps.kept[held] for held in {unit, *self.disk.states}) <= 5 * self.steps.early_pair
+        """Whether masters and moments of a unit can be read beside those in memory. There is room
+        for those of two units that are updated one after the other, and for a quarter more: for a
+        small one, such as a last norm."""
+        return (
+            4 * sum(self.steps.kept[held] for held in {unit, *self.disk.states})
+            <= 5 * self.steps.early_pair
+        )
 
     def _ask_states(self, number: int, turns: Sequence[UnitTurn]) -> Iterator[Op]:
-        """Read the masters and moments of units that are updated early, in the order of the turns to come, as far as there is room."""
+        """Read the masters and moments of units that are updated early, in the order of the turns
+        to come, as far as there is room."""
         for turn in turns:
             if turn.unit in self.early and turn.unit not in self.disk.states:
                 if turn.unit in self.disk.records or not self._room_for_state(turn.unit):
@@ -429,10 +503,11 @@ class _Step:
                 yield from self.disk.ask_state(number, turn.unit)
 
     def _gather(self, number: int, unit: int, next_units: Sequence[int] = ()) -> Iterator[Op]:
-        """A gather, with the master from disk where home is there. `next_units`: that are gathered next. Their masters are asked for,
-        too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the second of these. A record moves seven times
-        the bytes of a master, in and out, and masters must not wait behind it; nor must the disk, while its update waits for the turn
-        before."""
+        """A gather, with the master from disk where home is there. `next_units`: that are gathered
+        next. Their masters are asked for,
+        too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the
+        second of these. A record moves seven times the bytes of a master, in and out, and masters
+        must not wait behind it; nor must the disk, while its update waits for the turn before."""
         if not self.views[number].cut.at_home:
             yield Op("gather", number, unit)
             return
@@ -443,7 +518,9 @@ class _Step:
             if num_records > 1:
                 break
             if ahead in self.disk.units:
-                yield from (self.disk.ask_record(ahead) if is_pending else self.disk.ask(number, ahead))
+                yield from (
+                    self.disk.ask_record(ahead) if is_pending else self.disk.ask(number, ahead)
+                )
         yield from self._update(unit)
         on_disk = unit in self.disk.units
         if on_disk:
@@ -452,9 +529,11 @@ class _Step:
         if on_disk:
             yield from self.disk.leave(number, unit)
 
-    def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[int]]) -> Iterator[Op]:
-        """The turns with gathers before them, as far ahead as the window allows, and releases after them. `ahead`: numbers of exchanges by
-        the turn that they are posted before."""
+    def _with_gathers(
+        self, number: int, turns: list[UnitTurn], ahead: dict[int, list[int]]
+    ) -> Iterator[Op]:
+        """The turns with gathers before them, as far ahead as the window allows, and releases after
+        them. `ahead`: numbers of exchanges by the turn that they are posted before."""
         view = self.views[number]
         releases = self.visits[number].layout.zero == 3 and view.collective
 
@@ -466,7 +545,8 @@ class _Step:
             if not releases:
                 gathers = [unit for unit in dict.fromkeys(gathers) if unit not in self.present]
 
-        # 2. Gathers are posted as far as there is room. A unit that is there still, or under way, stays for its next use instead.
+        # 2. Gathers are posted as far as there is room. A unit that is there still, or under way,
+        # stays for its next use instead.
         window = _Window(self.steps, view, "gather")
         stays = Counter[int]()
         num_posted = 0  # of `gathers`
@@ -521,13 +601,15 @@ class _Step:
                 self.present.add(unit)
 
     def _exchanges_ahead(self, number: int, exchanges: Sequence[int]) -> Iterator[Op]:
-        """Exchanges of the switch to the next group. What they leave is closed later: it is still in use."""
+        """Exchanges of the switch to the next group. What they leave is closed later: it is still
+        in use."""
         for i in exchanges:
             ops = self._exchange(number + 1, self._switch(number + 1), "weights", i, i + 1)
             yield from (op for op in ops if op.kind != "close")
 
     def _exchanges_by_turn(self, number: int, turns: list[UnitTurn]) -> dict[int, list[int]]:
-        """Numbers of the exchanges of the switch to the next group, by the turn that they are posted before. [Note: order]"""
+        """Numbers of the exchanges of the switch to the next group, by the turn that they are
+        posted before. [Note: order]"""
         if number + 1 == len(self.visits) or not self.learns:
             return {}
         # Copies that are home's, or this group's own, need no exchange.
@@ -535,7 +617,11 @@ class _Step:
         if next_cut.at_home or next_cut == self.views[number].cut:
             return {}
         self.ahead = self._switch(number + 1).ahead
-        final_turns = [index for index, turn in enumerate(turns) if turn.final] if self.views[number].leads else []
+        final_turns = (
+            [index for index, turn in enumerate(turns) if turn.final]
+            if self.views[number].leads
+            else []
+        )
         by_turn: dict[int, list[int]] = {}
         for i in range(self.ahead):
             turn = final_turns[i * len(final_turns) // self.ahead] if final_turns else len(turns)
@@ -544,7 +630,8 @@ class _Step:
 
 
 class _Disk:
-    """What of a home on disk is in memory, while a program grows. Mutable. `units`: that lie there."""
+    """What of a home on disk is in memory, while a program grows. Mutable. `units`: that lie
+    there."""
 
     def __init__(self, units: Sequence[int]):
         self.units = frozenset(units)
@@ -624,8 +711,8 @@ class _Disk:
         yield self.writing[-1]
 
     def await_writes(self, part: str | None = None, but: int | None = None) -> Iterator[Op]:
-        """Await what is written, oldest first: all, or as far as it is of a part. What is of the unit `but`, and what follows it, goes
-        on."""
+        """Await what is written, oldest first: all, or as far as it is of a part. What is of the
+        unit `but`, and what follows it, goes on."""
         while self.writing and part in (None, self.writing[0].part) and self.writing[0].unit != but:
             op = self.writing.popleft()
             if op.part == "state":

@@ -1,11 +1,14 @@
-"""What a length group computes on one rank, in order, as turns: forward and backward of every micro-batch, messages between stages, what
-goes to tiers, where gradients are summed. Without gathers and waits for reductions, which `program.step` puts around them.
+"""What a length group computes on one rank, in order, as turns: forward and backward of every
+micro-batch, messages between stages, what goes to tiers, where gradients are summed. Without
+gathers and waits for reductions, which `program.step` puts around them.
 
-    vertical   F1 F1 F1 │ F2 F2 F2 │ loss loss loss │ B2 B2 B2 │ B1 B1 B1      units in turn, each for three micro-batches
+    vertical   F1 F1 F1 │ F2 F2 F2 │ loss loss loss │ B2 B2 B2 │ B1 B1 B1
+               units in turn, each for three micro-batches
 
-In vertical order (GreedySnake, arXiv 2512.17570) a unit's weights come once for a forward and once for a backward, and its gradients go
-once, however many micro-batches there are. What waits between units is the residual stream of every micro-batch. So it is for weights that
-come from far: ZeRO-3 with several packs, a home on disk.
+In vertical order (GreedySnake, arXiv 2512.17570) a unit's weights come once for a forward and once
+for a backward, and its gradients go once, however many micro-batches there are. What waits between
+units is the residual stream of every micro-batch. So it is for weights that come from far: ZeRO-3
+with several packs, a home on disk.
 """
 
 from collections import deque
@@ -26,8 +29,9 @@ from longshift.switch.itinerary import Cut
 
 @dataclass(frozen=True)
 class Visit:
-    """A length group as the program needs it. `micros`: micro-batches of each replica. `loss_blocks`: into how many blocks of rows the loss
-    of each is cut; empty in chunked layouts, where events say so."""
+    """A length group as the program needs it. `micros`: micro-batches of each replica.
+    `loss_blocks`: into how many blocks of rows the loss of each is cut; empty in chunked layouts,
+    where events say so."""
 
     layout: Layout
     micros: int
@@ -35,7 +39,8 @@ class Visit:
 
 
 def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) -> Visit:
-    """A group whose micro-batches have documents of these lengths. An empty pack is one token without a target."""
+    """A group whose micro-batches have documents of these lengths. An empty pack is one token
+    without a target."""
     if layout.chunk:
         return Visit(layout, len(packs))
     blocks_by_pack = {}
@@ -46,7 +51,8 @@ def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) ->
 
 
 class RankLayout:
-    """A layout from one rank: which units it computes, which weights it has, how they come. Immutable."""
+    """A layout from one rank: which units it computes, which weights it has,
+    how they come. Immutable."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, cut: Cut, rank: int):
         self.spec = spec
@@ -55,13 +61,17 @@ class RankLayout:
         self.at = layout.coord(rank)
         self.chunks = layout.units_of(spec.layers, self.at.pp)
         self.units = frozenset(boxes_on(spec, layout, rank))
-        self.learned = self.units & {moving_unit(spec, param) for param in spec.params if not param.frozen}
+        self.learned = self.units & {
+            moving_unit(spec, param) for param in spec.params if not param.frozen
+        }
         self.tied = (spec.units,) if spec.units in self.units else ()
-        self.collective = cut.at_home or cut.side == "rows"  # weights come and sums go by collectives among holders
+        # Weights come and sums go by collectives among holders.
+        self.collective = cut.at_home or cut.side == "rows"
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Blocks that keep all for their backward, whatever the others do: the last of each model chunk, whose backward comes first."""
+        """Blocks that keep all for their backward, whatever the others do: the last of each model
+        chunk, whose backward comes first."""
         last_blocks: set[int] = set()
         for chunk in self.chunks:
             blocks = [unit for unit in chunk if 1 <= unit <= self.spec.layers]
@@ -91,37 +101,50 @@ class RankLayout:
         return elements
 
     def has_weights(self, unit: int) -> bool:
-        """Whether a unit has weights of its own on this rank. Llama's embedding has none when it is tied."""
+        """Whether a unit has weights of its own on this rank.
+        Llama's embedding has none when it is tied."""
         return unit in self.units
 
     def learning(self, unit: int) -> tuple[int, ...]:
-        """The moving units with trained weights that `unit` uses on this rank: the tied embedding, its own."""
+        """The moving units with trained weights that `unit` uses on this rank: the tied embedding,
+        its own."""
         tied = self.tied if unit in (0, self.spec.layers + 1) else ()
         return tuple(moving for moving in (*tied, unit) if moving in self.learned)
 
 
 @dataclass(frozen=True)
 class UnitTurn:
-    """Consecutive operations that compute with the weights of one unit (-1: with none). `final`: of the rank's last backward."""
+    """Consecutive operations that compute with the weights of one unit (-1: with none). `final`: of
+    the rank's last backward."""
 
     unit: int
     ops: tuple[Op, ...]
     final: bool = False
 
 
-def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool = True) -> Iterator[UnitTurn]:
-    """All that a group computes on a rank, messages between stages included, without gathers. Where it does not learn, the forwards alone:
-    in the order of a step that learns they wait for none but each other.
+def turns(
+    view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool = True
+) -> Iterator[UnitTurn]:
+    """All that a group computes on a rank, messages between stages included, without gathers. Where
+    it does not learn, the forwards alone: in the order of a step that learns they wait for none but
+    each other.
 
-    `number`: of the visit. `closing`: whether this is the last group of the step that adds to these gradient sums."""
+    `number`: of the visit. `closing`: whether this is the last group of the step that adds to these
+    gradient sums."""
     layout = view.layout
     if layout.order == "vertical" and learns:
         yield from _WholeTurns(view, visit, number, closing).vertical()
         return
-    make_turns = ((_ChunkedTurns if layout.chunk else _WholeTurns) if learns else _ScoringTurns)(view, visit, number, closing)
+    make_turns = ((_ChunkedTurns if layout.chunk else _WholeTurns) if learns else _ScoringTurns)(
+        view, visit, number, closing
+    )
 
     # 1. The events of this stage, and what each of them waits for.
-    events = [event for event in pipeline.stage_passes(layout, view.at.pp, visit.micros) if learns or event.kind == "forward"]
+    events = [
+        event
+        for event in pipeline.stage_passes(layout, view.at.pp, visit.micros)
+        if learns or event.kind == "forward"
+    ]
     receives = [pipeline.receives(layout, view.at.pp, event) for event in events]
     last_event = {event.micro: index for index, event in enumerate(events)}
     loaded: set[int] = set()
@@ -134,7 +157,9 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
         loaded.add(micro)
         return [Op("load", number, micro=micro)]
 
-    def message(kind: Kind, transfer: pipeline.Transfer | None, event: pipeline.StagePass) -> list[Op]:
+    def message(
+        kind: Kind, transfer: pipeline.Transfer | None, event: pipeline.StagePass
+    ) -> list[Op]:
         return [] if transfer is None else [_message(kind, number, layout.pp, transfer, event)]
 
     def receive(index: int) -> list[Op]:
@@ -143,13 +168,16 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
             return []
         return [*load(events[index].micro), *message("receive", receives[index], events[index])]
 
-    # 2. A receive is posted before the event ahead of its own; a send is awaited when as many others as stages have followed.
+    # 2. A receive is posted before the event ahead of its own; a send is awaited when as many
+    # others as stages have followed.
     first_receive = receive(0)
     for index, event in enumerate(events):
         posts = [*load(event.micro), *receive(index + 1)]
         awaits = message("await receive", receives[index], event)
         yield UnitTurn(-1, (*(first_receive if index == 0 else ()), *posts, *awaits))
-        unit_turns = (make_turns.forward if event.kind == "forward" else make_turns.backward)(event, bool(awaits))
+        unit_turns = (make_turns.forward if event.kind == "forward" else make_turns.backward)(
+            event, bool(awaits)
+        )
         is_final = learns and index == len(events) - 1
         yield from (replace(turn, final=True) for turn in unit_turns) if is_final else unit_turns
         ops = message("send", pipeline.sends(layout, view.at.pp, event), event)
@@ -162,8 +190,11 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
     yield UnitTurn(-1, tuple(unawaited_sends))
 
 
-def _message(kind: Kind, number: int, pp: int, transfer: pipeline.Transfer, event: pipeline.StagePass) -> Op:
-    """The operation that posts or awaits what an event sends or receives. `number`: of the visit."""
+def _message(
+    kind: Kind, number: int, pp: int, transfer: pipeline.Transfer, event: pipeline.StagePass
+) -> Op:
+    """The operation that posts or awaits what an event sends or receives.
+    `number`: of the visit."""
     # An interleaved pipeline counts stages of all model chunks; ranks repeat every `pp` of them.
     source = transfer.source % pp
     target = transfer.target % pp
@@ -189,7 +220,8 @@ class _Turns:
         self.closing = closing
 
     def collect(self, unit: int, reduce: bool) -> Iterator[Op]:
-        """Operations that add the gradients which a backward of `unit` left to their sums, and bring these home where `reduce`."""
+        """Operations that add the gradients which a backward of `unit` left to their sums, and
+        bring these home where `reduce`."""
         yield from (Op("accumulate", self.number, moving) for moving in self.view.learning(unit))
         if reduce and unit in self.view.learned and self.view.collective:
             yield Op("reduce", self.number, unit)
@@ -224,7 +256,10 @@ class _ScoringTurns(_Turns):
         for unit in units:
             if unit > layers:
                 blocks = (-1,) if is_chunked else range(self.visit.loss_blocks[micro])
-                ops = (Op("compute", self.number, unit, micro, chunk, "score", number=block) for block in blocks)
+                ops = (
+                    Op("compute", self.number, unit, micro, chunk, "score", number=block)
+                    for block in blocks
+                )
                 yield UnitTurn(unit, tuple(ops))
             else:
                 turn = "embed" if is_chunked and unit == 0 else "pass on"
@@ -260,18 +295,27 @@ class _WholeTurns(_Turns):
         """Turns of the forwards of some micro-batches."""
         for unit in self.view.chunks[chunk]:
             if unit <= self.view.spec.layers:  # the head's forward is part of its loss
-                yield UnitTurn(unit, tuple(op for micro in micros for op in self._forward(unit, micro)))
+                yield UnitTurn(
+                    unit, tuple(op for micro in micros for op in self._forward(unit, micro))
+                )
 
     def _backwards(self, chunk: int, micros: Sequence[int]) -> Iterator[UnitTurn]:
-        """Turns of the backwards of some micro-batches. What waits in a tier is fetched one unit, or micro-batch, ahead."""
+        """Turns of the backwards of some micro-batches. What waits in a tier is fetched one unit,
+        or micro-batch, ahead."""
         # One fetch goes ahead, so that it crosses the link while another unit is computed.
         units = self.view.chunks[chunk][::-1]
-        fetches = iter([*(tuple(self._fetches(unit, micro)) for unit in units for micro in micros), ()])
+        fetches = iter(
+            [*(tuple(self._fetches(unit, micro)) for unit in units for micro in micros), ()]
+        )
         ops = list(next(fetches))
         for unit in units:
             for micro in micros:
                 ops += next(fetches)
-                ops += self._loss(unit, micro) if unit > self.view.spec.layers else self._backward(unit, micro)
+                ops += (
+                    self._loss(unit, micro)
+                    if unit > self.view.spec.layers
+                    else self._backward(unit, micro)
+                )
             yield UnitTurn(unit, tuple(ops))
             ops = []
 
@@ -283,9 +327,14 @@ class _WholeTurns(_Turns):
             yield from self.collect(unit, self.reduces(micro) and block == num_blocks - 1)
 
     def _recomputes(self, unit: int) -> bool:
-        """Whether a unit's forward keeps no graph for its backward (arXiv 1604.06174). What recompute selective (2205.05198) computes
-        again, it does inside the backward: see `model.attention`."""
-        return 0 < unit <= self.view.spec.layers and self.view.layout.recompute == "full" and unit not in self.kept
+        """Whether a unit's forward keeps no graph for its backward (arXiv 1604.06174). What
+        recompute selective (2205.05198) computes again, it does inside the backward:
+        see `model.attention`."""
+        return (
+            0 < unit <= self.view.spec.layers
+            and self.view.layout.recompute == "full"
+            and unit not in self.kept
+        )
 
     def _op(self, kind: Kind, unit: int, micro: int, turn: str = "") -> Op:
         part = "embed" if unit == 0 else "block with output" if self._recomputes(unit) else "block"
@@ -304,7 +353,8 @@ class _WholeTurns(_Turns):
             yield self._op("fetch", unit, micro)
 
     def _backward(self, unit: int, micro: int) -> Iterator[Op]:
-        """The backward of a unit on a micro-batch, with the forward again where it kept no graph."""
+        """The backward of a unit on a micro-batch, with the forward again
+        where it kept no graph."""
         recomputes = self._recomputes(unit)
         if self.moves and recomputes:
             yield self._op("await fetch", unit, micro)
@@ -317,28 +367,44 @@ class _WholeTurns(_Turns):
 
 
 class _ChunkedTurns(_Turns):
-    """Turns of packs that are computed chunk by chunk. Their events add gradients to sums as they come."""
+    """Turns of packs that are computed chunk by chunk. Their events add gradients to sums
+    as they come."""
 
     def forward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         view = self.view
         units = view.chunks[event.chunk]
         if arrived:
-            yield UnitTurn(-1, (Op("arrive", self.number, units[0], event.micro, event.chunk, "forward"),))
+            yield UnitTurn(
+                -1, (Op("arrive", self.number, units[0], event.micro, event.chunk, "forward"),)
+            )
         for unit, turn in forward_turns(units, view.spec.layers, view.layout.every):
             if turn != "later":
-                yield UnitTurn(unit, (Op("compute", self.number, unit, event.micro, event.chunk, turn),))
+                yield UnitTurn(
+                    unit, (Op("compute", self.number, unit, event.micro, event.chunk, turn),)
+                )
         if units[-1] <= view.spec.layers:
-            yield UnitTurn(-1, (Op("depart", self.number, units[-1], event.micro, event.chunk, "forward"),))
+            yield UnitTurn(
+                -1, (Op("depart", self.number, units[-1], event.micro, event.chunk, "forward"),)
+            )
 
     def backward(self, event: pipeline.StagePass, arrived: bool) -> Iterator[UnitTurn]:
         view = self.view
         units = view.chunks[event.chunk]
         if arrived:
-            yield UnitTurn(-1, (Op("arrive", self.number, units[-1], event.micro, event.chunk, "backward"),))
+            yield UnitTurn(
+                -1, (Op("arrive", self.number, units[-1], event.micro, event.chunk, "backward"),)
+            )
         for unit, turn in backward_turns(units, view.spec.layers, view.layout.every):
             ops = [Op("compute", self.number, unit, event.micro, turn=turn)]
-            if turn != "forward" and self.reduces(event.micro) and unit in view.learned and view.collective:
+            if (
+                turn != "forward"
+                and self.reduces(event.micro)
+                and unit in view.learned
+                and view.collective
+            ):
                 ops.append(Op("reduce", self.number, unit))
             yield UnitTurn(unit, tuple(ops))
         if units[0]:
-            yield UnitTurn(-1, (Op("depart", self.number, units[0], event.micro, event.chunk, "backward"),))
+            yield UnitTurn(
+                -1, (Op("depart", self.number, units[0], event.micro, event.chunk, "backward"),)
+            )

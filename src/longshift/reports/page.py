@@ -1,4 +1,5 @@
-"""HTML files that need no network: charts that `charts.js` draws, bars, tables; legible in light and dark, and on a telephone."""
+"""HTML files that need no network: charts that `charts.js` draws, bars, tables; legible in light
+and dark, and on a telephone."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,8 +14,9 @@ Style = Literal["line", "dash", "dots"]
 
 
 class Series(NamedTuple):
-    """A curve of a chart. `colour`: its number, which no other of the chart has; `x`: None where it is of the steps of a `run`; `band`: the
-    relative half-width around it; `texts`: of each point."""
+    """A curve of a chart. `colour`: its number, which no other of the chart has; `x`: None where it
+    is of the steps of a `run`; `band`: the relative half-width around it;
+    `texts`: of each point."""
 
     name: str
     y: Sequence[float | None]
@@ -37,30 +39,65 @@ def chart(
     limit: float | None = None,
     wide: bool = False,
 ) -> str:
-    """Curves. `x`, `y`: what the axes say, None: what the toolbar chooses; `zero`: where `y` begins; `limit`: a line at this x."""
-    data = {"series": [one._asdict() for one in series], "x": x, "y": y, "logx": log, "logy": log, "zero": zero, "limit": limit}
-    text = f'<div class="keys"></div><div class="plot"></div><script type="application/json" class="chart">{_json(data)}</script>'
+    """Curves. `x`, `y`: what the axes say, None: what the toolbar chooses; `zero`: where `y`
+    begins; `limit`: a line at this x."""
+    data = {
+        "series": [one._asdict() for one in series],
+        "x": x,
+        "y": y,
+        "logx": log,
+        "logy": log,
+        "zero": zero,
+        "limit": limit,
+    }
+    text = (
+        '<div class="keys"></div><div class="plot"></div><script type="application/json"'
+        f' class="chart">{_json(data)}</script>'
+    )
     return _figure(title, note, text, wide)
 
 
-def bars(title: str, note: str, rows: Mapping[str, Mapping[str, float]], show: Callable[[float], str]) -> str:
+def bars(
+    title: str, note: str, rows: Mapping[str, Mapping[str, float]], show: Callable[[float], str]
+) -> str:
     """Bars by row and name."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     largest = max((value for row in rows.values() for value in row.values()), default=0) or 1
     parts = []
     for label, row in rows.items():
         for number, (name, value) in enumerate(row.items()):
-            bar = f'<i style="--c:{names.index(name)};width:{100 * value / largest:.2f}%" title="{escape(name)}"></i>'
-            parts.append(f"<span>{escape(label) * (number == 0)}</span><div>{bar}</div><b>{escape(show(value))}</b>")
-    keys = "".join(f'<span style="--c:{number}">{escape(name)}</span>' for number, name in enumerate(names) if len(names) > 1)
-    return _figure(title, note, f'<div class="keys">{keys}</div><div class="bars">{"".join(parts)}</div>', wide=False)
+            bar = (
+                f'<i style="--c:{names.index(name)};width:{100 * value / largest:.2f}%"'
+                f' title="{escape(name)}"></i>'
+            )
+            parts.append(
+                f"<span>{escape(label) * (number == 0)}</span>"
+                f"<div>{bar}</div><b>{escape(show(value))}</b>"
+            )
+    keys = "".join(
+        f'<span style="--c:{number}">{escape(name)}</span>'
+        for number, name in enumerate(names)
+        if len(names) > 1
+    )
+    return _figure(
+        title,
+        note,
+        f'<div class="keys">{keys}</div><div class="bars">{"".join(parts)}</div>',
+        wide=False,
+    )
 
 
 def table(rows: Sequence[Sequence[Any]]) -> str:
     """Rows, of which the first is the head."""
     head = "".join(f"<th>{escape(str(cell))}</th>" for cell in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows[1:])
-    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows[1:]
+    )
+    return (
+        "<div"
+        f' class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def folded(title: str, *parts: str) -> str:
@@ -78,15 +115,24 @@ def grid(parts: Iterable[str]) -> str:
     return f'<div class="charts">{"".join(parts)}</div>'
 
 
-def write_page(file: Path, title: str, parts: Iterable[str], runs: Mapping[str, Any] | None = None) -> None:
-    """Write a page. `runs`: what its toolbar offers: the axes `by` which runs are drawn, of each run the numbers of its points along
-    them, `x`, and the weight that smoothing gives to the points before. Raises UsageError where the file cannot be written."""
-    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("charts.css", "charts.js"))
+def write_page(
+    file: Path, title: str, parts: Iterable[str], runs: Mapping[str, Any] | None = None
+) -> None:
+    """Write a page. `runs`: what its toolbar offers: the axes `by` which runs are drawn, of each
+    run the numbers of its points along them, `x`, and the weight that smoothing gives to the points
+    before. Raises UsageError where the file cannot be written."""
+    style, script = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+        for name in ("charts.css", "charts.js")
+    )
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{style}</style>'
     body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
     data = f'<script type="application/json" id="runs">{_json(runs or {})}</script>'
-    text = f'<!doctype html><html lang="en"><head>{head}</head><body>{body}\n{data}<script>{script}</script></body></html>\n'
+    text = (
+        '<!doctype html><html lang="en">'
+        f"<head>{head}</head><body>{body}\n{data}<script>{script}</script></body></html>\n"
+    )
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as fault:
@@ -94,10 +140,16 @@ def write_page(file: Path, title: str, parts: Iterable[str], runs: Mapping[str, 
 
 
 def _figure(title: str, note: str, text: str, wide: bool) -> str:
-    return f"<figure{' class=wide' * wide}><h2>{escape(title)}</h2><p>{escape(note)}</p>{text}</figure>"
+    return (
+        f"<figure{' class=wide' * wide}><h2>{escape(title)}</h2>"
+        f"<p>{escape(note)}</p>{text}</figure>"
+    )
 
 
 def _json(data: Any) -> str:
     """JSON inside HTML, where "</script>" would end the element."""
-    short = json.loads(json.dumps(data, allow_nan=False), parse_float=lambda text: float(f"{float(text):.{DIGITS}g}"))
+    short = json.loads(
+        json.dumps(data, allow_nan=False),
+        parse_float=lambda text: float(f"{float(text):.{DIGITS}g}"),
+    )
     return json.dumps(short, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,5 @@
-"""A plan as a page: the choice in words, where a step's seconds go, what each group takes, and every way's seconds against its memory."""
+"""A plan as a page: the choice in words, where a step's seconds go, what each group takes, and
+every way's seconds against its memory."""
 
 import re
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ def write_html(plan: Planned, file: Path) -> None:
     sentences = [line for line in lines if not line.startswith(" ") and not line.endswith(":")]
     parts = [paragraphs(line[:1].upper() + line[1:] for line in (*_choice(plan), *sentences))]
     parts += [grid(_charts(plan)), folded("What else was compared", paragraphs(lines))]
-    write_page(file, f"longshift plan: {cluster.nodes} x {cluster.devices_per_node} {cluster.name}", parts)
+    write_page(
+        file, f"longshift plan: {cluster.nodes} x {cluster.devices_per_node} {cluster.name}", parts
+    )
 
 
 def in_words(layout: Layout) -> str:
@@ -51,9 +54,15 @@ def _choice(plan: Planned) -> Iterator[str]:
     if best is None:
         return
     tokens = format_size(plan.task.tokens_per_step)
-    yield f"For {plan.task.lengths.documents:,} documents of up to {format_size(plan.task.longest)} tokens, {tokens} tokens a step:"
+    yield (
+        f"For {plan.task.lengths.documents:,} documents of up to"
+        f" {format_size(plan.task.longest)} tokens, {tokens} tokens a step:"
+    )
     for edge in best.edges:
-        yield f"documents to {format_size(edge.upto)} with {edge.use}: {in_words(edge.use)}, in packs of {format_size(edge.pack)}."
+        yield (
+            f"documents to {format_size(edge.upto)} with {edge.use}: {in_words(edge.use)}, in packs"
+            f" of {format_size(edge.pack)}."
+        )
 
 
 def _charts(plan: Planned) -> Iterator[str]:
@@ -61,10 +70,24 @@ def _charts(plan: Planned) -> Iterator[str]:
     if best is not None:
         rows = plan.groups(best)
         shares = shares_of({f"to {format_size(row.upto)}: {row.layout}": row for row in rows})
-        yield bars("Groups", "Shares of a step: seconds, tokens and documents of each layout.", shares, "{:.1%}".format)
+        yield bars(
+            "Groups",
+            "Shares of a step: seconds, tokens and documents of each layout.",
+            shares,
+            "{:.1%}".format,
+        )
         lanes = {lane: {"seconds": seconds} for lane, seconds in plan.lanes(best).items()}
-        yield bars("Where the seconds go", "Of the busiest stage, by lane; lanes run beside one another.", lanes, "{:.3g} s".format)
-    kinds = {"chosen": [best] if best is not None else [], "one layout": [], "a layout for each length": []}
+        yield bars(
+            "Where the seconds go",
+            "Of the busiest stage, by lane; lanes run beside one another.",
+            lanes,
+            "{:.3g} s".format,
+        )
+    kinds = {
+        "chosen": [best] if best is not None else [],
+        "one layout": [],
+        "a layout for each length": [],
+    }
     for way in plan.choice.plans:
         if way is not best:
             kinds["one layout" if len(way.edges) == 1 else "a layout for each length"].append(way)
@@ -73,6 +96,19 @@ def _charts(plan: Planned) -> Iterator[str]:
         if ways:
             x = [way.bytes["device"] / GIB for way in ways]
             y = [way.seconds for way in ways]
-            series.append(Series(name, y, len(series), x=x, style="dots", texts=[str(way) for way in ways]))
-    note = "Every way that was played: seconds of a step and memory. The dashed line is what a device has."
-    yield chart("Ways", note, series, "seconds a step", "GiB a device", limit=plan.task.budget_bytes / GIB, wide=True)
+            series.append(
+                Series(name, y, len(series), x=x, style="dots", texts=[str(way) for way in ways])
+            )
+    note = (
+        "Every way that was played: seconds of a step and memory. The dashed line is what a device"
+        " has."
+    )
+    yield chart(
+        "Ways",
+        note,
+        series,
+        "seconds a step",
+        "GiB a device",
+        limit=plan.task.budget_bytes / GIB,
+        wide=True,
+    )

@@ -1,4 +1,5 @@
-"""A machine's profile as two charts: matmul and attention rates, and what copies, links and disks carry."""
+"""A machine's profile as two charts: matmul and attention rates, and what copies, links and disks
+carry."""
 
 from pathlib import Path
 
@@ -31,8 +32,24 @@ def write_html(cluster: Cluster, file: Path) -> None:
         series = rates if family in RATES else carried
         series.append(Series(name, y, len(series), x=x))
     charts = (
-        chart("Arithmetic", "Matmul (largest k, n) and attention.", rates, "FLOP/s", "rows or tokens", log=True, wide=True),
-        chart("Bytes", "Copies, elementwise, collectives and disk.", carried, "bytes/s", "bytes", log=True, wide=True),
+        chart(
+            "Arithmetic",
+            "Matmul (largest k, n) and attention.",
+            rates,
+            "FLOP/s",
+            "rows or tokens",
+            log=True,
+            wide=True,
+        ),
+        chart(
+            "Bytes",
+            "Copies, elementwise, collectives and disk.",
+            carried,
+            "bytes/s",
+            "bytes",
+            log=True,
+            wide=True,
+        ),
     )
     origin = f"{cluster.origin}, {cluster.nodes} x {cluster.devices_per_node}"
     write_page(file, f"longshift profile: {cluster.name}", [paragraphs([origin]), grid(charts)])

@@ -1,4 +1,5 @@
-"""A run folder in numbers: all that the page of `longshift report` shows, and what `--json` prints."""
+"""A run folder in numbers: all that the page of `longshift report` shows, and what `--json`
+prints."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,24 @@ from longshift.trainer.plan_file import read as read_plan
 from longshift.trainer.run_folder import RunFolder, read_config
 from longshift.trainer.trackers import flat
 
-SERIES = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "memory_bytes", "seconds")
+SERIES = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_s",
+    "model_flops_per_s",
+    "memory_bytes",
+    "seconds",
+)
 SUMS = ("documents", "tokens", "seconds", "switch_exposed_s", "switch_hidden_s")
 SUMS += ("intra_node_bytes", "inter_node_bytes", "put_bytes", "fetched_bytes", "waited_s")
 ENDS = 5  # steps at either end of a run whose mean loss is told
 
 
 class GroupSums(CommandResult):
-    """What documents of a range of lengths took in a run under one layout: sums over its steps; `tier_peak_bytes`: the most of a rank."""
+    """What documents of a range of lengths took in a run under one layout: sums over its steps;
+    `tier_peak_bytes`: the most of a rank."""
 
     upto: int
     layout: str
@@ -44,9 +55,10 @@ class GroupSums(CommandResult):
 
 
 class RunReport(CommandResult):
-    """A run. `facts`: what it is and how it went, in words and numbers; `config`: its settings by dotted key; `series`: a number for each
-    of `steps`, None where one is not finite; `predicted`: step, seconds, predicted seconds, relative half-width of the band; `valid`: step,
-    loss, and loss by longest document; `memory`: the ledger's peak by place, and what is alive then, in bytes."""
+    """A run. `facts`: what it is and how it went, in words and numbers; `config`: its settings by
+    dotted key; `series`: a number for each of `steps`, None where one is not finite; `predicted`:
+    step, seconds, predicted seconds, relative half-width of the band; `valid`: step, loss, and loss
+    by longest document; `memory`: the ledger's peak by place, and what is alive then, in bytes."""
 
     name: str
     facts: dict[str, Any]
@@ -60,14 +72,17 @@ class RunReport(CommandResult):
 
     def parts(self) -> Iterator[RenderableType]:
         """The facts."""
-        yield fields_table(self.name, ((name, value) for name, value in self.facts.items() if value is not None))
+        yield fields_table(
+            self.name, ((name, value) for name, value in self.facts.items() if value is not None)
+        )
 
 
 def read_run(path: Path) -> RunReport:
     """A run folder in numbers. Raises UsageError where it is none, or has no step yet."""
     config = read_config(path)
     folder = RunFolder(path)
-    by_step = {row["step"]: row for row in read_rows(folder.metrics)}  # of a step that was computed again, the last row
+    # Of a step that was computed again, the last row.
+    by_step = {row["step"]: row for row in read_rows(folder.metrics)}
     try:
         rows = [StepMetrics.from_json(by_step[step]) for step in sorted(by_step)]
     except (TypeError, ValueError, KeyError) as fault:
@@ -76,12 +91,21 @@ def read_run(path: Path) -> RunReport:
         raise UsageError(f"{path} has no step yet: there is nothing to report")
     series = {name: [_finite(getattr(row, name)) for row in rows] for name in SERIES}
     predicted = [
-        {"step": row.step, "seconds": row.seconds, "predicted_seconds": row.predicted_seconds, "band": row.band}
+        {
+            "step": row.step,
+            "seconds": row.seconds,
+            "predicted_seconds": row.predicted_seconds,
+            "band": row.band,
+        }
         for row in rows
         if row.predicted_seconds is not None
     ]
     valid = [
-        {"step": row.step, "loss": _finite(row.valid_loss), "by_length": {part.upto: _finite(part.loss) for part in row.valid}}
+        {
+            "step": row.step,
+            "loss": _finite(row.valid_loss),
+            "by_length": {part.upto: _finite(part.loss) for part in row.valid},
+        }
         for row in rows
         if row.valid_loss is not None
     ]
@@ -125,7 +149,9 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
         "newest checkpoint": latest.read_text("utf-8").strip() if latest.is_file() else None,
         "first losses": sum(losses[:ENDS]) / len(losses[:ENDS]) if losses else None,
         "last losses": sum(losses[-ENDS:]) / len(losses[-ENDS:]) if losses else None,
-        "best validation": min((row.valid_loss for row in rows if row.valid_loss is not None), default=None),
+        "best validation": min(
+            (row.valid_loss for row in rows if row.valid_loss is not None), default=None
+        ),
         "tokens": sum(row.tokens for row in rows),
         "seconds": sum(row.seconds for row in rows),
         "tokens per second": usual[len(usual) // 2],
@@ -145,7 +171,11 @@ def _ended(config: Config, last: StepMetrics, cause: object) -> str:
         return f"ended by train.on_step at step {last.step}: {last.stopped}"
     if last.early:
         return f"ended early at step {last.step}: validation became no better"
-    return "finished" if last.step >= config.train.steps else f"stands at step {last.step} of {config.train.steps}"
+    return (
+        "finished"
+        if last.step >= config.train.steps
+        else f"stands at step {last.step} of {config.train.steps}"
+    )
 
 
 def _groups(rows: Sequence[StepMetrics]) -> list[GroupSums]:
@@ -171,7 +201,12 @@ def _memory(config: Config) -> dict[str, dict[str, Any]]:
     needs = [explain(part, gpus=has_gpu()).need for part in config.parts]
     need = max(needs, key=lambda need: need.device.total)
     return {
-        place: {"rank": need.rank, "total": peak.total, "during": peak.op, "alive": dict(peak.alive)}
+        place: {
+            "rank": need.rank,
+            "total": peak.total,
+            "during": peak.op,
+            "alive": dict(peak.alive),
+        }
         for place, peak in need.estimate.peaks.items()
     }
 

@@ -166,7 +166,9 @@ def chunk_orders(chunks: Sequence[Sequence[Run]], layout: Layout) -> list[TokenO
     return [pack_order(layout, [run.length for run in runs]) for runs in chunks]
 
 
-def forward_events(first_keys: Sequence[int], policy: Policy, sizes: BufferBytes, drop_x: bool = False) -> tuple[Event, ...]:
+def forward_events(
+    first_keys: Sequence[int], policy: Policy, sizes: BufferBytes, drop_x: bool = False
+) -> tuple[Event, ...]:
     """A block's forward: from objects x to objects y, and what backward needs.
 
     `first_keys`: as of `first_key_chunks`.
@@ -185,7 +187,9 @@ def forward_events(first_keys: Sequence[int], policy: Policy, sizes: BufferBytes
     return events.finish()
 
 
-def backward_events(first_keys: Sequence[int], policy: Policy, sizes: BufferBytes) -> tuple[Event, ...]:
+def backward_events(
+    first_keys: Sequence[int], policy: Policy, sizes: BufferBytes
+) -> tuple[Event, ...]:
     """A block's backward: from objects dy, and what forward kept, to objects dx. Nothing but dx is
     left in the tier."""
     events = _EventList(first_keys, policy, sizes)

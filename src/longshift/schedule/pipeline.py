@@ -1,23 +1,28 @@
-"""Pipeline order: which forwards and backwards a pipeline coordinate runs, in which order, and what each receives and sends.
+"""Pipeline order: which forwards and backwards a pipeline coordinate runs, in which order, and what
+each receives and sends.
 
-A model in `pp * virtual` virtual stages: stage s runs on coordinate s % pp as its model chunk s // pp. A micro-batch goes up the
-stages forward and down them backward. An order is how many forwards a coordinate runs before its first backward; after them
-forwards and backwards alternate until the forwards run out. With p = pp, v = virtual, m micro-batches, and the bubble as a share of
-the ideal time:
+A model in `pp * virtual` virtual stages: stage s runs on coordinate s % pp as its model chunk s //
+pp. A micro-batch goes up the stages forward and down them backward. An order is how many forwards a
+coordinate runs before its first backward; after them forwards and backwards alternate until the
+forwards run out. With p = pp, v = virtual, m micro-batches, and the bubble as a share
+of the ideal time:
 
-    gpipe         all                             bubble (p - 1) / m         GPipe, arXiv 1811.06965
-    1f1b          p - 1 - coord                   bubble (p - 1) / m         PipeDream-flush, in arXiv 2104.04473
-    1f1b, v > 1   2 (p - 1 - coord) + (v - 1) p   bubble (p - 1) / (v m)     interleaved, arXiv 2104.04473
+                 forwards first                 bubble           paper
+    gpipe        all                            (p - 1) / m      arXiv 1811.06965, GPipe
+    1f1b         p - 1 - coord                  (p - 1) / m      arXiv 2104.04473, PipeDream-flush
+    1f1b, v > 1  2 (p - 1 - coord) + (v - 1) p  (p - 1) / (v m)  arXiv 2104.04473, interleaved
 
     1f1b, p = 2, m = 3      coord 0   F0 F1    B0 F2 B1    B2
                             coord 1      F0 B0 F1 B1 F2 B2
 
-Backwards go through the micro-batches from the first to the last in all orders, so that a stage sums its gradients alike in all.
-A transfer moves one micro-batch's boundary activation: tokens * width * element bytes, shared over the sequence axes.
+Backwards go through the micro-batches from the first to the last in all orders, so that a stage
+sums its gradients alike in all. A transfer moves one micro-batch's boundary activation: tokens *
+width * element bytes, shared over the sequence axes.
 
-[Note: micro counts that do not divide] The interleaved order goes through the micro-batches in groups of p. For other counts it is
-the order of the next multiple of p without the passes of the micro-batches that are not there. A pass waits for passes of its own
-micro-batch only, so an order without deadlock stays without when whole micro-batches are left out.
+[Note: micro counts that do not divide] The interleaved order goes through the micro-batches in
+groups of p. For other counts it is the order of the next multiple of p without the passes of the
+micro-batches that are not there. A pass waits for passes of its own micro-batch only, so an order
+without deadlock stays without when whole micro-batches are left out.
 """
 
 from dataclasses import dataclass
@@ -39,12 +44,14 @@ class StagePass:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A boundary activation (up) or its gradient (down) from virtual stage `source` to its neighbour `target`.
+    """A boundary activation (up) or its gradient (down) from virtual stage `source` to its
+    neighbour `target`.
 
-    The coordinates are these modulo pp, and are the same one when pp is 1. `tag` is unique in a step. From one coordinate to
-    another, transfers are received in the order in which they are sent. Where a backend runs the traffic of a pair one by one
-    (NCCL), it needs a communicator each way: to higher coordinates and to lower ones. One for up and one for down is not enough:
-    with two coordinates and several chunks, up goes both ways.
+    The coordinates are these modulo pp, and are the same one when pp is 1. `tag` is unique in a
+    step. From one coordinate to another, transfers are received in the order in which they are
+    sent. Where a backend runs the traffic of a pair one by one (NCCL), it needs a communicator each
+    way: to higher coordinates and to lower ones. One for up and one for down is not enough: with
+    two coordinates and several chunks, up goes both ways.
     """
 
     source: int

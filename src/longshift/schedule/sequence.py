@@ -1,17 +1,21 @@
-"""Which token of a pack lies where when the sequence axes (ring x Ulysses x tensor parallel) share one pack.
+"""Which token of a pack lies where when the sequence axes (ring x Ulysses x tensor parallel) share
+one pack.
 
-A pack is whole documents end to end; a token's global index runs over them in order. Tokens are cut as `x[T_{ring.ulysses.tp}, D]`:
+A pack is whole documents end to end; a token's global index runs over them in order. Tokens are cut
+as `x[T_{ring.ulysses.tp}, D]`:
 
-1. Ring, zigzag (Striped Attention, arXiv 2311.09431, names the imbalance; the two-ended cut is Llama 3's, arXiv 2407.21783): every
-   document is cut into 2R consecutive, nearly equal pieces and ring coordinate i takes pieces i and 2R-1-i, so that each coordinate
-   attends to as many earlier tokens as any other, document by document.
+1. Ring, zigzag (Striped Attention, arXiv 2311.09431, names the imbalance; the two-ended cut is
+   Llama 3's, arXiv 2407.21783): every document is cut into 2R consecutive, nearly equal pieces and
+   ring coordinate i takes pieces i and 2R-1-i, so that each coordinate attends to as many earlier
+   tokens as any other, document by document.
 
        R = 2, documents of 8 and 4:    0 0 1 1 1 1 0 0 | 0 1 1 0
 
-2. A coordinate keeps its tokens in the documents' order, low piece before high piece, padded at the end up to a length that is
-   equal on all coordinates and a multiple of ulysses * tp. Padding is an isolated document of its own, index -1, label -100.
-3. Ulysses coordinate u holds the u-th contiguous 1/ulysses of that, and tensor-parallel coordinate t the t-th contiguous 1/tp of
-   Ulysses' share (Megatron sequence parallelism).
+2. A coordinate keeps its tokens in the documents' order, low piece before high piece, padded at the
+   end up to a length that is equal on all coordinates and a multiple of ulysses * tp. Padding is an
+   isolated document of its own, index -1, label -100.
+3. Ulysses coordinate u holds the u-th contiguous 1/ulysses of that, and tensor-parallel coordinate
+   t the t-th contiguous 1/tp of Ulysses' share (Megatron sequence parallelism).
 
 No bytes move here: the data room gives every rank its tokens in this order from the start.
 """
@@ -122,7 +126,9 @@ def token_order(lengths: Sequence[int], ranks: int, multiple: int) -> TokenOrder
 
 
 @lru_cache(maxsize=256)
-def pairs(order: TokenOrder, query_coord: int, key_coord: int, window: int | None = None) -> tuple[Pair, ...]:
+def pairs(
+    order: TokenOrder, query_coord: int, key_coord: int, window: int | None = None
+) -> tuple[Pair, ...]:
     """What ring coordinate `query_coord` computes with the keys of `key_coord`: rectangles of local
     tokens, and with its own keys the causal diagonal.
 
@@ -221,7 +227,9 @@ def _locate(stretch: _Stretch, offset: int = 0) -> list[_LocatedRun]:
     return located
 
 
-def _windowed_pairs(order: TokenOrder, query_coord: int, key_coord: int, window: int) -> tuple[Pair, ...]:
+def _windowed_pairs(
+    order: TokenOrder, query_coord: int, key_coord: int, window: int
+) -> tuple[Pair, ...]:
     key_runs = {each.document: _locate(each) for each in _stretches(order.runs[key_coord])}
     windowed: list[Pair] = []
     for stretch in _stretches(order.runs[query_coord]):
@@ -231,7 +239,9 @@ def _windowed_pairs(order: TokenOrder, query_coord: int, key_coord: int, window:
     return tuple(sorted(windowed, key=lambda pair: pair.mask != "causal"))
 
 
-def _band_pairs(queries: Sequence[_LocatedRun], keys: Sequence[_LocatedRun], window: int) -> Iterator[Pair]:
+def _band_pairs(
+    queries: Sequence[_LocatedRun], keys: Sequence[_LocatedRun], window: int
+) -> Iterator[Pair]:
     for query_run in queries:
         for key_run in keys:
             for piece in pieces(query_run.positions, key_run.positions, window):

@@ -1,19 +1,22 @@
-"""Sliding windows: which pieces of queries and keys attention computes where a token sees only the last `window` tokens, its own included.
+"""Sliding windows: which pieces of queries and keys attention computes where a token sees only the
+last `window` tokens, its own included.
 
-Papers: Longformer (arXiv 2004.05150), the causal sliding window as in Mistral 7B (arXiv 2310.06825).
+Papers: Longformer (arXiv 2004.05150), the causal sliding window
+as in Mistral 7B (arXiv 2310.06825).
 
-A band is cut, at multiples of the window, into pieces that any causal kernel computes without waste. Where queries and keys lie in the same
-block of the document, a query sees the keys up to its own place. Where the keys lie in the block before, it sees those after its own place:
-a causal piece, once queries and keys are taken in the opposite order. No other block is seen.
+A band is cut, at multiples of the window, into pieces that any causal kernel computes without
+waste. Where queries and keys lie in the same block of the document, a query sees the keys up to its
+own place. Where the keys lie in the block before, it sees those after its own place: a causal
+piece, once queries and keys are taken in the opposite order. No other block is seen.
 
-    window 4       keys 0 1 2 3 | 4 5 6 7         c  "causal": keys up to the query's place in its block
-    query 3             c c c c |                 l  "later": keys after the query's place, in the block before
-    query 4               l l l | c
+    window 4       keys 0 1 2 3 | 4 5 6 7     c  "causal": keys up to the query's place in its block
+    query 3             c c c c |             l  "later": keys after the query's place, in the
+    query 4               l l l | c              block before
     query 5                 l l | c c
     query 7                     | c c c c
 
-Ring pieces and chunks end anywhere: two stretches of one document are cut at each other's ends first, so that what is left are whole
-triangles and whole rectangles.
+Ring pieces and chunks end anywhere: two stretches of one document are cut at each other's ends
+first, so that what is left are whole triangles and whole rectangles.
 """
 
 from collections.abc import Iterator

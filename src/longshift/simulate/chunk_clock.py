@@ -1,4 +1,5 @@
-"""Seconds of a chunked pack: the event lists of a unit, recorded event by event and played on lanes."""
+"""Seconds of a chunked pack: the event lists of a unit, recorded event by event and played on
+lanes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ class ChunkClock:
     moving: bool = True
 
     def turn_s(self, pack: Sequence[int], turn: Turn) -> float:
-        """Seconds of a turn of a mean block, or of another unit, on a pack: until its last operation, or as long as its busiest lane is
-        busy. The lanes of a turn are not those of the next."""
+        """Seconds of a turn of a mean block, or of another unit, on a pack: until its last
+        operation, or as long as its busiest lane is busy. The lanes of a turn are not those of the
+        next."""
         total_s = 0.0
         for window, share in self.cost.spec.windows.items():
             until_s, busiest_s = self.turn(pack, turn, window)
@@ -35,27 +37,37 @@ class ChunkClock:
         return total_s
 
     def turn(self, pack: Sequence[int], turn: Turn, window: int | None) -> tuple[float, float]:
-        """Seconds of a turn of a unit until its last operation, and of its busiest lane, which many such units need each."""
+        """Seconds of a turn of a unit until its last operation, and of its busiest lane, which many
+        such units need each."""
         cut = chunks.cut_chunks(list(pack), self.layout.chunk)
         events = self.lists(cut, window)
         pieces = timeline(events.by_turn[turn], self._seconds(events, cut, window))
         busy: dict[str, float] = {}
         for piece in pieces:
             busy[piece.lane] = busy.get(piece.lane, 0.0) + piece.end - piece.start
-        until = max((piece.end for piece in pieces if piece.lane in ("compute", "link")), default=0.0)
+        until = max(
+            (piece.end for piece in pieces if piece.lane in ("compute", "link")), default=0.0
+        )
         return until, max(busy.values(), default=0.0)
 
     def lists(self, cut: Sequence[Sequence[Run]], window: int | None) -> EventLists:
         """Event lists of the first rank, which has no fewer heads than another."""
         layout = self.layout
         element_bytes = int(self.cost.rates.element_bytes)
-        return event_lists(self.cost.spec, layout, layout.coord(0), cut, element_bytes, chunks.AHEAD, window)
+        return event_lists(
+            self.cost.spec, layout, layout.coord(0), cut, element_bytes, chunks.AHEAD, window
+        )
 
-    def _seconds(self, events: EventLists, cut: Sequence[Sequence[Run]], window: int | None) -> Callable[[Event], float]:
-        """Seconds of events of these lists. Events of equal chunks, as far apart, take equally long."""
+    def _seconds(
+        self, events: EventLists, cut: Sequence[Sequence[Run]], window: int | None
+    ) -> Callable[[Event], float]:
+        """Seconds of events of these lists. Events of equal chunks, as far apart, take equally
+        long."""
         spec = self.cost.spec
         cache: dict[tuple, float] = {}
-        block = next(number for number in range(1, spec.layers + 1) if spec.window(number) == window)
+        block = next(
+            number for number in range(1, spec.layers + 1) if spec.window(number) == window
+        )
 
         def seconds(event: Event) -> float:
             if event.kind in ("fetch", "store"):
@@ -78,7 +90,9 @@ class ChunkClock:
 
         return seconds
 
-    def _compute_s(self, events: EventLists, cut: Sequence[Sequence[Run]], event: Event, block: int) -> float:
+    def _compute_s(
+        self, events: EventLists, cut: Sequence[Sequence[Run]], event: Event, block: int
+    ) -> float:
         cost = self.cost
         rates = cost.rates
         layout = self.layout
@@ -95,7 +109,8 @@ class ChunkClock:
         is_block = event.name not in ("embed", "embed_back", "loss", "score")
         work = cost.event(layout.mesh, profile.calls, is_block)
         seconds = float(work.exposed_s(cost.launch_s))
-        if profile.grads:  # gradients that the event leaves on weights are added to their sums after it
+        # Gradients that the event leaves on weights are added to their sums after it.
+        if profile.grads:
             elements = profile.grads / rates.element_bytes
             element_bytes = rates.element_bytes + 2 * cost.habits.gradient_bytes
             seconds += float(rates.elementwise_s(elements * element_bytes))

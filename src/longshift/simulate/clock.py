@@ -1,21 +1,25 @@
-"""The clock: a step's programs played on lanes. When each operation begins and ends, and so how long the step takes.
+"""The clock: a step's programs played on lanes. When each operation begins and ends, and so how
+long the step takes.
 
-The operations are `program.step`'s, the bytes that they send and move the ledger's, their seconds `simulate.cost`'s. One rank plays for
-all that are like it: in a length group, one of each stage of the replica with most to do. Ranks wait for each other where a group ends: an
-exchange of a switch joins them there.
+The operations are `program.step`'s, the bytes that they send and move the ledger's, their seconds
+`simulate.cost`'s. One rank plays for all that are like it: in a length group, one of each stage of
+the replica with most to do. Ranks wait for each other where a group ends: an exchange of a switch
+joins them there.
 
-What overlaps is what the program overlaps: gathers, reductions, messages, exchanges and copies go on in their lanes from where they are
-begun until they are awaited, and share a link where they use the same. Inside a turn, tensor parallelism and Ulysses are waited for, and
-the ring passes keys under attention. On CPUs what travels takes a share of the cores that computing takes, as a profile says; on GPUs it
-crowds them. Each visit ends with what ranks wait for the slowest of them.
+What overlaps is what the program overlaps: gathers, reductions, messages, exchanges and copies go
+on in their lanes from where they are begun until they are awaited, and share a link where they use
+the same. Inside a turn, tensor parallelism and Ulysses are waited for, and the ring passes keys
+under attention. On CPUs what travels takes a share of the cores that computing takes, as a profile
+says; on GPUs it crowds them. Each visit ends with what ranks wait for the slowest of them.
 
-A home outside a GPU has its masters cast and its units updated by the host, at HOST_BYTES_PER_S. The host is in a lane with the gathers,
-which wait for the updates before them, and not with what the device computes. Weights cross the device's link while others are cast;
-gradients cross it beside what is computed, and those of a home on disk are waited for. What a switch takes from such a home, and brings to
-it, is not charged with that.
+A home outside a GPU has its masters cast and its units updated by the host, at HOST_BYTES_PER_S.
+The host is in a lane with the gathers, which wait for the updates before them, and not with what
+the device computes. Weights cross the device's link while others are cast; gradients cross it
+beside what is computed, and those of a home on disk are waited for. What a switch takes from such a
+home, and brings to it, is not charged with that.
 
-Of many micro-batches, which a pipeline computes at an even pace once it is full, an even choice is played, and the seconds that the rest
-takes at that pace are added.
+Of many micro-batches, which a pipeline computes at an even pace once it is full, an even choice is
+played, and the seconds that the rest takes at that pace are added.
 """
 
 import math
@@ -41,23 +45,26 @@ from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import length_groups
 
-LEAST_PLAYED = 16  # micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks
+# micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks.
+LEAST_PLAYED = 16
 FILLS = 3
-HOST_BYTES_PER_S = 60e9  # of a rank's part of the host's memory: torch's fused AdamW took 0.47 ns for the 28 bytes of a parameter
+# Of a rank's part of the host's memory: torch's fused AdamW took 0.47 ns for the 28 bytes of a
+# parameter.
+HOST_BYTES_PER_S = 60e9
 MOVES = {"gather": "all_gather", "reduce": "reduce_scatter"}
 
 Packs = tuple[tuple[int, ...], ...]  # lengths of the documents of each micro-batch
 
 
 def update_bytes(moments: int = 2) -> float:
-    """Bytes that the update of an owned weight moves: master and moments are read and written in float32, the gradient is read twice (norm,
-    update), the copy is written."""
+    """Bytes that the update of an owned weight moves: master and moments are read and written in
+    float32, the gradient is read twice (norm, update), the copy is written."""
     return 18.0 + 8.0 * moments
 
 
 def packing_bytes(formats: Format) -> float:
-    """Bytes that it moves to unpack and to pack the moments of an owned weight: codes are read and written, values written once and read
-    twice, for the largest of a block and for its codes."""
+    """Bytes that it moves to unpack and to pack the moments of an owned weight: codes are read and
+    written, values written once and read twice, for the largest of a block and for its codes."""
     return formats.moments * (2 * formats.moment_bytes + 3 * formats.home_bytes)
 
 
@@ -71,8 +78,9 @@ class GroupPacks:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step on the clock. `starts`: seconds at which each visit begins; `played`: by visit, every piece of work of one rank of each stage,
-    its times from the visit's start on; `shares`: of what there is to compute in each visit, that was played."""
+    """A step on the clock. `starts`: seconds at which each visit begins; `played`: by visit, every
+    piece of work of one rank of each stage, its times from the visit's start on; `shares`: of what
+    there is to compute in each visit, that was played."""
 
     seconds: float
     starts: tuple[float, ...]
@@ -80,10 +88,13 @@ class StepTime:
     shares: tuple[float, ...]
 
     def busy_s(self, lane: str) -> float:
-        """Seconds in which a lane does something, of each visit's busiest stage, of all visits; what was not played as what was."""
+        """Seconds in which a lane does something, of each visit's busiest stage, of all visits;
+        what was not played as what was."""
         total = 0.0
         for pieces, share in zip(self.played, self.shares):
-            by_stage = dict.fromkeys(range(1 + max((piece.rank for piece in pieces), default=0)), 0.0)
+            by_stage = dict.fromkeys(
+                range(1 + max((piece.rank for piece in pieces), default=0)), 0.0
+            )
             for piece in pieces:
                 if piece.lane == lane:
                     by_stage[piece.rank] += piece.end - piece.start
@@ -155,12 +166,16 @@ class Clock:
 
         # 3. Learn from the smaller ones at which pace a layout computes further micro-batches.
         is_partial = [large != small for large, small in zip(samples, small_samples)]
-        if any(partial and layout not in self.paces for layout, partial in zip(layouts, is_partial)):
+        if any(
+            partial and layout not in self.paces for layout, partial in zip(layouts, is_partial)
+        ):
             small_timelines = self._play(layouts, _selected(packs_by_visit, small_samples))
             for visit, layout in enumerate(layouts):
                 if is_partial[visit]:
                     costs = costs_by_visit[visit]
-                    cost = float(costs[list(samples[visit])].sum() - costs[list(small_samples[visit])].sum())
+                    cost = float(
+                        costs[list(samples[visit])].sum() - costs[list(small_samples[visit])].sum()
+                    )
                     small_end_s = max(piece.end for piece in small_timelines[visit])
                     self.paces[layout] = (ends[visit] - small_end_s) / cost
 
@@ -183,9 +198,13 @@ class Clock:
             shares=tuple(shares),
         )
 
-    def _play(self, layouts: Sequence[Layout], packs_by_visit: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Timed]]:
+    def _play(
+        self, layouts: Sequence[Layout], packs_by_visit: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Timed]]:
         """Play a step. Returns the pieces of work of one rank of each stage, by visit."""
-        visits = tuple(visit_of(self.spec, layout, packs) for layout, packs in zip(layouts, packs_by_visit))
+        visits = tuple(
+            visit_of(self.spec, layout, packs) for layout, packs in zip(layouts, packs_by_visit)
+        )
         traffic_of_rank: dict[int, list[list[_OpTraffic]]] = {}
         timelines = []
         for number, (layout, packs) in enumerate(zip(layouts, packs_by_visit)):
@@ -377,7 +396,9 @@ def _even_choice(costs: np.ndarray, size: int) -> tuple[int, ...]:
     return tuple(sorted(by_cost[quantiles].tolist()))
 
 
-def _selected(packs_by_visit: Sequence[Packs], samples: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+def _selected(
+    packs_by_visit: Sequence[Packs], samples: Sequence[Sequence[int]]
+) -> list[list[tuple[int, ...]]]:
     """The packs of each visit's sample."""
     return [[packs[number] for number in sample] for packs, sample in zip(packs_by_visit, samples)]
 
@@ -463,8 +484,8 @@ class _Stage:
         self.turns: dict[tuple, dict[str, float]] = {}  # by micro-batch, unit kind, turn and part
         self.exchanges: dict[tuple[int, str], list[float]] = {}  # by visit and way
 
-        # Ranks of an axis are neighbors, the fastest innermost: an axis that spans more ranks than a
-        # node has uses the network.
+        # Ranks of an axis are neighbors, the fastest innermost: an axis that spans more ranks than
+        # a node has uses the network.
         self.links: dict[str, tuple[str, ...]] = {}
         span = 1
         for axis in axes.token_axes():
@@ -618,14 +639,20 @@ class _Stage:
             if op.turn == "loss" and not self.layout.chunk:
                 loss_blocks = self.visits[op.visit].loss_blocks[op.micro]
             pack = self.packs[op.micro]
-            self.turns[key] = self.clock.turn_seconds(self.layout, pack, loss_blocks, kind, op.turn, op.part)
+            self.turns[key] = self.clock.turn_seconds(
+                self.layout, pack, loss_blocks, kind, op.turn, op.part
+            )
         seconds_by_lane = self.turns[key]
         for lane, seconds in seconds_by_lane.items():
             if lane not in (*self.hidden_axes, "attention"):
                 yield from self._blocking_piece(lane, op, seconds)
 
-        hidden = {axis: seconds_by_lane[axis] for axis in self.hidden_axes if seconds_by_lane.get(axis)}
-        transfers = [self._piece(op, axis, seconds, self.links[axis]) for axis, seconds in hidden.items()]
+        hidden = {
+            axis: seconds_by_lane[axis] for axis in self.hidden_axes if seconds_by_lane.get(axis)
+        }
+        transfers = [
+            self._piece(op, axis, seconds, self.links[axis]) for axis, seconds in hidden.items()
+        ]
         yield from transfers
         yield from self._blocking_piece("compute", op, seconds_by_lane.get("attention", 0.0))
         yield from (End(transfer.key) for transfer in transfers)

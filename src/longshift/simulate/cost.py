@@ -1,4 +1,5 @@
-"""Cost: seconds of one turn of a unit on one rank, from the kernels and collectives that it was recorded with.
+"""Cost: seconds of one turn of a unit on one rank, from the kernels and collectives that it was
+recorded with.
 
 A kernel takes the longer of its arithmetic and its memory traffic; a turn takes the longer of the
 sum of its kernels and of its launches. On a CPU nothing hides a launch: its seconds are among the
@@ -21,7 +22,14 @@ from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.simulate.rates import CUDNN_BACKEND, Rates
-from longshift.simulate.turn_calls import DEGREES, TurnCalls, TurnKind, UnitKind, exact_calls, turn_calls
+from longshift.simulate.turn_calls import (
+    DEGREES,
+    TurnCalls,
+    TurnKind,
+    UnitKind,
+    exact_calls,
+    turn_calls,
+)
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.weigh.coding import gradient_passes, weight_passes
@@ -29,30 +37,39 @@ from longshift.weigh.recorder import AttentionCall, DeviceCall, Transport
 from longshift.weigh.turn_profile import Part, Phase
 
 RECOMPUTE = ("none", "selective", "full")  # codes: positions here
-# Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
-# (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
+# Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over
+# FlashAttention-2, for long sequences (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5
+# to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
-# Seconds of a pair of tokens in what is left of EVEN, where few queries see many keys, over those of a pair in a whole document. Both are
-# by the kernel of short documents; adding up the parts is included. Documents of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68
-# times as fast by both kernels as by that one on an H100, whole ones some 1.8 times (benchmarks/results/gpu_kernels.json).
+# Seconds of a pair of tokens in what is left of EVEN, where few queries see many keys, over those
+# of a pair in a whole document. Both are by the kernel of short documents; adding up the parts is
+# included. Documents of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by
+# both kernels as by that one on an H100, whole ones some 1.8 times
+# (benchmarks/results/gpu_kernels.json).
 REST = 1.9
-# Where factors of a matmul are multiplied as codes: elements of the compute format that making the codes in one kernel reads and writes,
-# and how many times as fast codes are multiplied as bf16. On an H100 8192 x 4096 elements take 36 us, and products of 8192 tokens with
-# weights of Llama 3 8B's MLP 0.75 ms and 1.21 to 1.23 ms, with one of 4096 x 4096 0.27 and 0.37 (benchmarks/results/gpu_first_day.json).
+# Where factors of a matmul are multiplied as codes: elements of the compute format that making the
+# codes in one kernel reads and writes, and how many times as fast codes are multiplied as bf16. On
+# an H100 8192 x 4096 elements take 36 us, and products of 8192 tokens with weights of Llama 3 8B's
+# MLP 0.75 ms and 1.21 to 1.23 ms, with one of 4096 x 4096 0.27 and 0.37
+# (benchmarks/results/gpu_first_day.json).
 CODED = 1.5
 CODED_KERNELS = 2.0
 CODES_GAIN = 1.6
-# Bytes over those that were recorded, of memory passes, by transport: those that broadcast or mix formats have half of the bytes/s of a
-# plain one. On GPUs such that steps of two layers of Llama 3 8B, not compiled and compiled, take what a profile of their H100 or H200 says
-# (benchmarks/results/gpu_kernels.json; 0.99 to 1.04 of it, a step that recomputed attention 1.06). On a CPU all but matmuls and attention
-# took 1.7 to 2.2 times as long as the bytes of the formulas of before, which had 0.75 of what is recorded.
+# Bytes over those that were recorded, of memory passes, by transport: those that broadcast or mix
+# formats have half of the bytes/s of a plain one. On GPUs such that steps of two layers of Llama 3
+# 8B, not compiled and compiled, take what a profile of their H100 or H200 says
+# (benchmarks/results/gpu_kernels.json; 0.99 to 1.04 of it, a step that recomputed attention 1.06).
+# On a CPU all but matmuls and attention took 1.7 to 2.2 times as long as the bytes of the formulas
+# of before, which had 0.75 of what is recorded.
 PASSES = {"nccl": 1.4, "gloo": 1.5}
 FUSED_PASSES = {"nccl": 1.5, "gloo": 1.5}
-# Seconds of Longshift's matmuls over those that a preset says, whose constants are fitted to steps of other trainers: of 20 steps on an
-# H100 and an H200 that were compared with presets (benchmarks/results/gpu_first_day.json; then 0.90 to 0.98 of what is said).
+# Seconds of Longshift's matmuls over those that a preset says, whose constants are fitted to steps
+# of other trainers: of 20 steps on an H100 and an H200 that were compared with presets
+# (benchmarks/results/gpu_first_day.json; then 0.90 to 0.98 of what is said).
 OF_PRESETS = 0.87
-# Seconds of a launch, with what Longshift's Python does for it, over those of published trainers: a visit of Qwen3 0.6B with a pack of 667
-# tokens, 28 blocks of 128 kernels, took 0.14 s on an H200, not compiled (benchmarks/results/gpu_auto.json).
+# Seconds of a launch, with what Longshift's Python does for it, over those of published trainers: a
+# visit of Qwen3 0.6B with a pack of 667 tokens, 28 blocks of 128 kernels, took 0.14 s on an H200,
+# not compiled (benchmarks/results/gpu_auto.json).
 LAUNCHES = 4.0
 # Names of devices.
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
@@ -63,17 +80,22 @@ CUDNN = re.compile(r"\b(G?H(20|100|200|800)|G?B[123]00)\b")
 class Habits:
     """How a run computes and what it sends, as far as that takes seconds.
 
-    compiled                 elementwise operations of norms, rotary embedding, gates and the loss are one kernel each
-    accumulated              gradients of matmuls are added to their sum in a pass of its own, else where they are made
-    rounded                  matmuls of blocks take factors of eight bits
-    codes                    those factors are multiplied as codes (`model.float8`), else rounded
-    cudnn                    on a preset, attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes
-                             to a kernel that is as much faster as FLASH3 says, but for what is left of EVEN (`model.cut`); a profile
-                             has its curve
-    gathered, reduced        bytes of weights, and of gradient sums, on the wire over those where they are kept
-    gather_coded, reduce_coded    bytes that a rank reads and writes for each element that it gathers, or reduces, in another format than
-                             it is kept in; then gradients go by an all-to-all
-    gradient_bytes           of an element of gradient sums
+    compiled                    elementwise operations of norms, rotary embedding, gates and the
+                                loss are one kernel each
+    accumulated                 gradients of matmuls are added to their sum in a pass of its own,
+                                else where they are made
+    rounded                     matmuls of blocks take factors of eight bits
+    codes                       those factors are multiplied as codes (`model.float8`), else rounded
+    cudnn                       on a preset, attention to documents and pieces of at least LONG
+                                tokens, or of whole multiples of EVEN, goes to a kernel that is as
+                                much faster as FLASH3 says, but for what is left of EVEN
+                                (`model.cut`); a profile has its curve
+    gathered, reduced           bytes of weights, and of gradient sums, on the wire over those where
+                                they are kept
+    gather_coded, reduce_coded  bytes that a rank reads and writes for each element that it gathers,
+                                or reduces, in another format than it is kept in; then gradients go
+                                by an all-to-all
+    gradient_bytes              of an element of gradient sums
     """
 
     compiled: bool = False
@@ -89,7 +111,8 @@ class Habits:
 
 
 def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
-    """Those of a run with `train.compile` or without, in this precision on this device, with these formats on the wire."""
+    """Those of a run with `train.compile` or without, in this precision on this device, with these
+    formats on the wire."""
     weight_bytes = FORMATS[precision].compute_bytes
     sum_bytes = FORMATS[precision].home_bytes
     is_hopper = HOPPER.search(device.name) is not None
@@ -103,7 +126,8 @@ def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -
         cudnn=weight_bytes == 2 and has_cudnn,
         gathered=wire.bytes_of("weights", weight_bytes) / weight_bytes,
         reduced=wire.bytes_of("gradients", sum_bytes) / sum_bytes,
-        gather_coded=float(weight_passes(wire, weight_bytes, sum_bytes)[1]),  # what is sent is a share of what is taken
+        # What is sent is a share of what is taken.
+        gather_coded=float(weight_passes(wire, weight_bytes, sum_bytes)[1]),
         reduce_coded=float(sum(gradient_passes(wire, sum_bytes))),
     )
 
@@ -159,7 +183,8 @@ def sizes(spec: ModelSpec) -> Sizes:
 
 
 class Mesh(Degrees[Number]):
-    """Degrees of the axes that share a pack, fastest first, numbers or arrays: 1 where left out. Immutable."""
+    """Degrees of the axes that share a pack, fastest first,
+    numbers or arrays: 1 where left out. Immutable."""
 
     def __init__(self, *degrees: Number):
         names = [axis.name for axis in axes.token_axes()]
@@ -195,7 +220,8 @@ def recompute_code(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one turn on one rank, by kind; `kernels`: launches; `traffic_s`: of collectives during the turn, by axis."""
+    """Seconds of one turn on one rank, by kind; `kernels`: launches; `traffic_s`: of collectives
+    during the turn, by axis."""
 
     matmul_s: Number = 0.0
     attention_s: Number = 0.0
@@ -210,7 +236,10 @@ class Work:
             attention_s=self.attention_s + addend.attention_s,
             elementwise_s=self.elementwise_s + addend.elementwise_s,
             kernels=self.kernels + addend.kernels,
-            traffic_s={name: self.traffic_s.get(name, 0.0) + addend.traffic_s.get(name, 0.0) for name in names},
+            traffic_s={
+                name: self.traffic_s.get(name, 0.0) + addend.traffic_s.get(name, 0.0)
+                for name in names
+            },
         )
 
     def times(self, factor: Number) -> "Work":
@@ -230,7 +259,9 @@ class Work:
     @property
     def waited_s(self) -> Number:
         """Seconds of traffic that nothing hides."""
-        return sum((self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if not axis.overlaps), 0.0)
+        return sum(
+            (self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if not axis.overlaps), 0.0
+        )
 
     @property
     def device_s(self) -> Number:
@@ -242,7 +273,8 @@ class Work:
         return np.maximum(self.device_s, np.asarray(self.kernels) * launch_s)
 
     def exposed_s(self, launch_s: Number) -> np.ndarray:
-        """Seconds in Longshift: traffic exposed but for what attention hides, or what the launches take if that is longer."""
+        """Seconds in Longshift: traffic exposed but for what attention hides, or what the launches
+        take if that is longer."""
         exposed_s = np.maximum(0.0, np.asarray(self.under_attention_s) - self.attention_s)
         busy_s = self.device_s + self.waited_s + exposed_s
         return np.maximum(busy_s, np.asarray(self.kernels) * launch_s)
@@ -286,10 +318,12 @@ class Cost:
         recompute: int = 0,
         loss_blocks: Number = 1,
     ) -> Work:
-        """Work of a `compute` operation of `program.operations`, by its turn and part: on a pack of so many `tokens` with so many causal
-        `pairs` (sum of n^2/2 over documents), both over all ranks that share it. A loss turn has 1/`loss_blocks` of the tokens.
+        """Work of a `compute` operation of `program.operations`, by its turn and part: on a pack of
+        so many `tokens` with so many causal `pairs` (sum of n^2/2 over documents), both over all
+        ranks that share it. A loss turn has 1/`loss_blocks` of the tokens.
         `recompute`: a code of RECOMPUTE."""
-        # A forward has the kernels of a pass, which keeps nothing and is recorded alone, but where it takes attention's output from one.
+        # A forward has the kernels of a pass, which keeps nothing and is recorded alone, but where
+        # it takes attention's output from one.
         takes_output = turn == "again" and part == "block with output"
         phase: Phase = "pass"
         if turn == "backward":
@@ -309,15 +343,17 @@ class Cost:
         return replace(work, attention_s=np.zeros(()) + forward_s + backward_s)
 
     def event(self, mesh: tuple[int, ...], calls: Sequence[DeviceCall], is_block: bool) -> Work:
-        """Work of an event of a chunk, recorded with these calls. `is_block`: whether its matmuls are a block's, whose factors may have
-        eight bits."""
+        """Work of an event of a chunk, recorded with these calls. `is_block`: whether its matmuls
+        are a block's, whose factors may have eight bits."""
         attention = [call for call in calls if isinstance(call, AttentionCall)]
         remainder = [call for call in calls if not isinstance(call, AttentionCall)]
         work = self._work([exact_calls(mesh, remainder)], 0, 0.0, is_block)
         attention_s = sum((self.piece_s(call) for call in attention), 0.0)
         return replace(work, attention_s=attention_s, kernels=work.kernels + len(attention))
 
-    def _recorded(self, mesh: Mesh, kind: UnitKind, part: Part, phase: Phase, is_selective: bool) -> list[TurnCalls]:
+    def _recorded(
+        self, mesh: Mesh, kind: UnitKind, part: Part, phase: Phase, is_selective: bool
+    ) -> list[TurnCalls]:
         """The turn's calls on each of the different meshes."""
         recorded = []
         for degrees in mesh.distinct[0]:
@@ -336,7 +372,9 @@ class Cost:
             recorded.append(turn_calls(turn_kind))
         return recorded
 
-    def _work(self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: Number, is_block: bool) -> Work:
+    def _work(
+        self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: Number, is_block: bool
+    ) -> Work:
         """All but attention."""
         tokens = np.asarray(tokens, dtype=float)
         has_codes = is_block and self.habits.codes
@@ -351,14 +389,21 @@ class Cost:
             matmul_s=matmul_s,
             elementwise_s=elementwise_s,
             kernels=kernels,
-            traffic_s={axis.name: self._collectives_s(axis.name, recorded, index, tokens) for axis in axes.token_axes()},
+            traffic_s={
+                axis.name: self._collectives_s(axis.name, recorded, index, tokens)
+                for axis in axes.token_axes()
+            },
         )
 
     def _matmuls(
-        self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray, has_codes: bool
+        self,
+        recorded: Sequence[TurnCalls],
+        index: np.ndarray | int,
+        tokens: np.ndarray,
+        has_codes: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of all matmuls, with making their codes; and how many kernels make codes. Meshes of one model have as many matmuls, in
-        one order."""
+        """Seconds of all matmuls, with making their codes; and how many kernels make codes. Meshes
+        of one model have as many matmuls, in one order."""
         counts = _stack(recorded, "counts")  # [meshes, kinds]
         kinds = _stack(recorded, "matmuls")  # [meshes, kinds, 5, degrees]
         # All kinds of one pack are one array; of many packs each kind is, which stays in the cache.
@@ -373,9 +418,14 @@ class Cost:
             sides = (_value(kinds[:, part, side], index, tokens) for side in range(5))
             batch, rows, inner, columns, sums_tokens = sides
             count = _pick(counts[:, part], index, tokens)
-            # A mesh that has fewer kinds than others has none of the last, of no size, and curves know positive sizes.
+            # A mesh that has fewer kinds than others has none of the last, of no size, and curves
+            # know positive sizes.
             is_there = count > 0
-            seconds = self.rates.matmul_s(np.where(is_there, rows, 1.0), np.where(is_there, inner, 1.0), np.where(is_there, columns, 1.0))
+            seconds = self.rates.matmul_s(
+                np.where(is_there, rows, 1.0),
+                np.where(is_there, inner, 1.0),
+                np.where(is_there, columns, 1.0),
+            )
             if has_codes:
                 has_code = (sums_tokens == 0) & (inner % BLOCK == 0) & (columns % BLOCK == 0)
                 seconds = np.where(has_code, seconds / CODES_GAIN, seconds)
@@ -387,11 +437,16 @@ class Cost:
         if self.rates.cluster is None:
             matmul_s = matmul_s * OF_PRESETS
         if has_codes:
-            matmul_s = matmul_s + self.rates.elementwise_s(CODED * coded_elements * self.rates.element_bytes)
+            matmul_s = matmul_s + self.rates.elementwise_s(
+                CODED * coded_elements * self.rates.element_bytes
+            )
         return matmul_s, coding_kernels
 
-    def _collectives_s(self, axis: str, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds of the collectives along one axis, of which those of one kind are as large as their mean."""
+    def _collectives_s(
+        self, axis: str, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of the collectives along one axis, of which those of one kind are as large as
+        their mean."""
         degrees = np.array([calls.mesh for calls in recorded])
         place = [token_axis.name for token_axis in axes.token_axes()].index(axis)
         ranks = _pick(degrees[:, place], index, tokens)
@@ -406,11 +461,18 @@ class Cost:
             rows = np.array([calls.collectives.get(key, np.zeros(4)) for calls in recorded])
             number = _pick(rows[:, 0], index, tokens)
             size_bytes = _value(rows[:, 1:], index, tokens) / np.maximum(number, 1)
-            seconds = seconds + number * self.rates.collective_s(key[1], size_bytes, ranks, per_node)
+            seconds = seconds + number * self.rates.collective_s(
+                key[1], size_bytes, ranks, per_node
+            )
         return seconds
 
     def _attention_s(
-        self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: Number, pairs: Number, backward: bool
+        self,
+        recorded: Sequence[TurnCalls],
+        index: np.ndarray | int,
+        tokens: Number,
+        pairs: Number,
+        backward: bool,
     ) -> np.ndarray:
         """Seconds of a pack's attention on this rank."""
         attention = _stack(recorded, "attention")[:, int(backward)]
@@ -434,7 +496,9 @@ class Cost:
         rates = self.rates
         heads = call.heads
         if rates.cluster is None:
-            flash_s = rates.attention_s(call.rows, call.pairs, heads.query, heads.width, call.backward)
+            flash_s = rates.attention_s(
+                call.rows, call.pairs, heads.query, heads.width, call.backward
+            )
             return float(flash_s / self.attention_gain(call.rows, call.pairs, call.backward))
         has_cudnn = call.rows % EVEN == 0 or min(call.rows, call.keys) >= LONG
         return float(
@@ -450,14 +514,19 @@ class Cost:
             )
         )
 
-    def attention_gain(self, queries: Number, pairs: Number, backward: bool, piece: Number | None = None) -> np.ndarray:
-        """Speed of attention over that of the kernel that short documents go to. `queries` see `pairs`: documents are 2 * pairs / queries
-        long on average, weighed by their tokens; where that is more than the queries, they are a piece of one. `piece`: tokens that all
-        calls have multiples of; the queries if None."""
+    def attention_gain(
+        self, queries: Number, pairs: Number, backward: bool, piece: Number | None = None
+    ) -> np.ndarray:
+        """Speed of attention over that of the kernel that short documents go to. `queries` see
+        `pairs`: documents are 2 * pairs / queries long on average, weighed by their tokens; where
+        that is more than the queries, they are a piece of one. `piece`: tokens that all calls have
+        multiples of; the queries if None."""
         rates = self.rates
         is_measured = rates.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
-        is_even = (np.asarray(queries if piece is None else piece) % EVEN == 0) & (length >= queries)
+        is_even = (np.asarray(queries if piece is None else piece) % EVEN == 0) & (
+            length >= queries
+        )
         is_long = (length >= LONG) & (np.asarray(queries) >= LONG)
         has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn
         uses_cudnn = has_cudnn & (is_even | is_long)
@@ -472,7 +541,8 @@ class Cost:
         return np.maximum(1.0, np.where(uses_cudnn, speed, 1.0))
 
     def again(self, forward: Work, code: np.ndarray) -> Work:
-        """What a backward computes again of a block's `forward`: attention alone, or all but attention. `code`: of RECOMPUTE."""
+        """What a backward computes again of a block's `forward`: attention alone, or all but
+        attention. `code`: of RECOMPUTE."""
         hidden = {axis.name for axis in axes.AXES if axis.overlaps}
         traffic_s = {name: seconds for name, seconds in forward.traffic_s.items() if name in hidden}
         attention = Work(attention_s=forward.attention_s, traffic_s=traffic_s)
@@ -482,8 +552,8 @@ class Cost:
         return attention.times(is_selective) + remainder.times(is_full)
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
-        """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum where matmuls do not: the gradient is
-        read, the sum read and written."""
+        """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum
+        where matmuls do not: the gradient is read, the sum read and written."""
         if not (embeddings or self.habits.accumulated):
             return Work()
         element_bytes = self.rates.element_bytes + 2 * self.habits.gradient_bytes
@@ -503,7 +573,8 @@ def _stack(recorded: Sequence[TurnCalls], name: str) -> np.ndarray:
 
 
 def _pick(values: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
-    """Values [meshes, ...] of the mesh that goes with each of these tokens: [..., tokens], or [..., 1] where all meshes have the same."""
+    """Values [meshes, ...] of the mesh that goes with each of these tokens: [..., tokens], or [...,
+    1] where all meshes have the same."""
     if (values == values[0]).all():
         return np.reshape(values[0], (*values.shape[1:], *[1] * max(tokens.ndim, np.ndim(index))))
     return np.moveaxis(values, 0, -1)[..., index]

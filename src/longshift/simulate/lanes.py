@@ -1,11 +1,14 @@
 """Work on lanes: when each piece of work of some ranks begins and ends.
 
-A rank has a list of actions and plays it in order: it begins pieces of work, which go on by themselves, and waits until pieces have
-ended. A lane of a rank does one piece at a time, in the order in which the rank began them. A piece of several parties (a message, an
-exchange) starts when it is first in its lane on all of them. Pieces that use the same resource of a rank at the same time share it
-equally: two gathers on one link take twice as long each. A piece may need only a share of the last resource that it uses: it gets so much,
-or an equal part where that is less, and others share the rest. A piece can crowd a resource that it does not need for itself: while it
-goes on, users of the resource lose a share `crowd` of their rate, once for all that crowd it.
+A rank has a list of actions and plays it in order: it begins pieces of work, which go on by
+themselves, and waits until pieces have
+ended. A lane of a rank does one piece at a time, in the order in which the rank began them. A piece
+of several parties (a message, an exchange) starts when it is first in its lane on all of them.
+Pieces that use the same resource of a rank at the same time share it equally: two gathers on one
+link take twice as long each. A piece may need only a share of the last resource that it uses: it
+gets so much, or an equal part where that is less, and others share the rest. A piece can crowd a
+resource that it does not need for itself: while it goes on, users of the resource lose a share
+`crowd` of their rate, once for all that crowd it.
 
     rank 0   begin gather 2 │ begin compute 1, end compute 1 │ end gather 2 │ begin compute 2 ...
              gather   ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
@@ -21,9 +24,10 @@ from typing import NamedTuple
 
 
 class Begin(NamedTuple):
-    """Begins a piece of work that takes `seconds` where nothing shares what it `uses`. `parties`: the ranks that begin it under the same
-    key; the rank alone where there are none. `crowds`: resources whose users it slows. `share`: of the last resource that it uses, what it
-    needs to go at its full rate; of the others it needs all."""
+    """Begins a piece of work that takes `seconds` where nothing shares what it `uses`. `parties`:
+    the ranks that begin it under the same key; the rank alone where there are none. `crowds`:
+    resources whose users it slows. `share`: of the last resource that it uses, what it needs to go
+    at its full rate; of the others it needs all."""
 
     key: Hashable
     lane: str
@@ -75,8 +79,8 @@ class _Work:
 
 
 def play(lists: Sequence[Sequence[Begin | End]], crowd: float = 0.0) -> list[Timed]:
-    """All pieces of work with their times, by end. `crowd`: share of its rate that a piece loses while others crowd what it uses. Raises
-    ValueError where ranks wait for each other for ever."""
+    """All pieces of work with their times, by end. `crowd`: share of its rate that a piece loses
+    while others crowd what it uses. Raises ValueError where ranks wait for each other for ever."""
     return _Lanes(lists, crowd).run()
 
 
@@ -97,12 +101,16 @@ def part(needs: Collection[float], capacity: float) -> float:
 
 
 class _Lanes:
-    """Mutable. Pieces, lanes of ranks and resources of ranks go by numbers: a key is looked up once where a rank begins or awaits it."""
+    """Mutable. Pieces, lanes of ranks and resources of ranks go by numbers: a key is looked up once
+    where a rank begins or awaits it."""
 
     def __init__(self, lists: Sequence[Sequence[Begin | End]], crowd: float):
         self.crowd = crowd
         numbers: dict[Hashable, int] = {}
-        self.lists = [[(numbers.setdefault(action.key, len(numbers)), action) for action in actions] for actions in lists]
+        self.lists = [
+            [(numbers.setdefault(action.key, len(numbers)), action) for action in actions]
+            for actions in lists
+        ]
         self.next = [0] * len(lists)
         self.now = 0.0
         self.works: list[_Work | None] = [None] * len(numbers)
@@ -130,7 +138,9 @@ class _Lanes:
                 self._finish(number, work)
         for rank, actions in enumerate(self.lists):
             if self.next[rank] < len(actions):
-                raise ValueError(f"rank {rank} waits for ever for {actions[self.next[rank]][1].key}")
+                raise ValueError(
+                    f"rank {rank} waits for ever for {actions[self.next[rank]][1].key}"
+                )
         return self.spans
 
     def _advance(self, rank: int) -> None:
@@ -155,7 +165,9 @@ class _Lanes:
             index += 1
         self.next[rank] = index
 
-    def _undisturbed(self, actions: Sequence[tuple[int, Begin | End]], index: int, action: Begin) -> bool:
+    def _undisturbed(
+        self, actions: Sequence[tuple[int, Begin | End]], index: int, action: Begin
+    ) -> bool:
         """Whether a piece that begins here takes its own seconds.
 
         It does if a single rank awaits it at once while nothing else goes on.

@@ -1,4 +1,5 @@
-"""Model FLOP of a step, and their share of a device's peak (MFU), in each convention of the field."""
+"""Model FLOP of a step, and their share of a device's peak (MFU), in each convention of the
+field."""
 
 from collections.abc import Mapping
 
@@ -8,9 +9,11 @@ from longshift.cluster.cluster import Number
 from longshift.simulate.cost import Sizes
 
 
-def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number) -> dict[str, np.ndarray]:
-    """FLOP of one step of `tokens` with so many causal `pairs`, in each convention of the field that divides by seconds and peak to an MFU.
-    `parameters`: all weights, tied ones once."""
+def model_flops(
+    sizes: Sizes, tokens: Number, pairs: Number, parameters: Number
+) -> dict[str, np.ndarray]:
+    """FLOP of one step of `tokens` with so many causal `pairs`, in each convention of the field
+    that divides by seconds and peak to an MFU. `parameters`: all weights, tied ones once."""
     tokens = np.asarray(tokens, dtype=float)
     pairs = np.asarray(pairs, dtype=float)
     weights = sizes.layers * sizes.block_elements
@@ -21,10 +24,17 @@ def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number)
         "6N blocks": 6.0 * weights * tokens,
         "causal": with_head + scores,
         "full square": with_head + 2 * scores,
-        "full square, recomputed": (8.0 * weights + 6.0 * sizes.head_elements) * tokens + 2 * scores * 4 / 3,
+        "full square, recomputed": (
+            (8.0 * weights + 6.0 * sizes.head_elements) * tokens + 2 * scores * 4 / 3
+        ),
     }
 
 
-def mfu(flops: Mapping[str, np.ndarray], seconds: Number, ranks: Number, peak_flops_per_s: float) -> dict[str, np.ndarray]:
+def mfu(
+    flops: Mapping[str, np.ndarray], seconds: Number, ranks: Number, peak_flops_per_s: float
+) -> dict[str, np.ndarray]:
     """Model FLOP/s over the devices' peak, by the conventions of `model_flops`."""
-    return {name: value / (np.asarray(seconds) * ranks * peak_flops_per_s) for name, value in flops.items()}
+    return {
+        name: value / (np.asarray(seconds) * ranks * peak_flops_per_s)
+        for name, value in flops.items()
+    }

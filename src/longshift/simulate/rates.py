@@ -1,9 +1,13 @@
-"""Rates: how long one operation takes on one device of a cluster, as numbers or arrays that broadcast.
+"""Rates: how long one operation takes on one device of a cluster,
+as numbers or arrays that broadcast.
 
-A cluster that was measured answers from its curves. Else its constants do, and what a step reaches of them (`Constants`):
+A cluster that was measured answers from its curves. Else its constants do, and what a step reaches
+of them (`Constants`):
 
-    matmul [m, k] @ [k, n]   tiles of 128 x 256, a last wave of tiles that is not full, a start before the first k; or its bytes
-    attention                pairs of tokens, and rows as if each saw EXTRA_PAIRS more: short documents reach less
+    matmul [m, k] @ [k, n]   tiles of 128 x 256, a last wave of tiles that is not full, a start
+                             before the first k; or its bytes
+    attention                pairs of tokens, and rows as if each saw EXTRA_PAIRS more: short
+                             documents reach less
     elementwise              bytes
 
 Letters: m rows, k summed, n columns.
@@ -20,35 +24,46 @@ from longshift.layout.layout import Tier
 from longshift.spec.formats import FORMATS, arithmetic
 
 TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's largest common ones
-# H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
-# 4K. That is n / (n + 512), so a causal row costs 256 pairs more than it has.
+# H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents
+# at 512 tokens, 69 at 1K, 79 at 2K, 83 at 4K. That is n / (n + 512), so a causal row costs 256
+# pairs more than it has.
 EXTRA_PAIRS = 256.0
 CUDNN_BACKEND = "cudnn"
-POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit
+# Peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit.
+POWER_KNOWN = 312 / 400
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
-# Of a CPU with 2 cores. A micro-batch of tiny-llama takes 9 ms however short it is; some 5 of them are charged to its operations, 16 us
-# each, where an addition in place takes 2.6. A collective of such a step takes two ranks on gloo 0.4 ms longer than in a loop of its own.
+# Of a CPU with 2 cores. A micro-batch of tiny-llama takes 9 ms however short it is; some 5 of them
+# are charged to its operations, 16 us each, where an addition in place takes 2.6. A collective of
+# such a step takes two ranks on gloo 0.4 ms longer than in a loop of its own.
 DISPATCHES = 6.0
 LATE_S = 4e-4
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a training step reaches of the figures of a cluster, and what a cluster does not say. As they stand: before any step was seen.
+    """What a training step reaches of the figures of a cluster, and what a cluster does not say. As
+    they stand: before any step was seen.
 
-    matmul, attention, memory, node, network    shares of the rate that the operation reaches alone
-    hot                                         share of a measured curve that matmuls reach at a step's power and heat
-    launch                                      times the cluster's launch_s: what published trainers' launches take over a bare one
-    power                                       peak TFLOP/s a watt at which the power limit halves the clock
-    ramp, tail                                  summed elements that a matmul's start is worth; waves of tiles lost at its end
-    eager, compiled, scores, loss               bytes over those that the formulas of published trainers count: of elementwise operations,
-                                                not fused and fused, of unfused attention scores, of logits
-    update                                      bytes over those of the optimizer
-    jitter                                      share of a step that ranks wait for the slowest, for each doubling of ranks
-    messages                                    seconds of a pipeline's messages over those of their bytes
-    crowd                                       share of hidden traffic's seconds that it takes from a GPU's computation beside it, whose
-                                                multiprocessors and memory it uses (Calculon's presets: 0.15 inside a node, 0.02 between)
-    begin_s                                     seconds of a step outside all of this
+    matmul, attention, memory,
+    node, network                  shares of the rate that the operation reaches alone
+    hot                            share of a measured curve that matmuls reach at a step's power
+                                   and heat
+    launch                         times the cluster's launch_s: what published trainers' launches
+                                   take over a bare one
+    power                          peak TFLOP/s a watt at which the power limit halves the clock
+    ramp, tail                     summed elements that a matmul's start is worth; waves of tiles
+                                   lost at its end
+    eager, compiled, scores, loss  bytes over those that the formulas of published trainers count:
+                                   of elementwise operations, not fused and fused, of unfused
+                                   attention scores, of logits
+    update                         bytes over those of the optimizer
+    jitter                         share of a step that ranks wait for the slowest, for each
+                                   doubling of ranks
+    messages                       seconds of a pipeline's messages over those of their bytes
+    crowd                          share of hidden traffic's seconds that it takes from a GPU's
+                                   computation beside it, whose multiprocessors and memory it uses
+                                   (Calculon's presets: 0.15 inside a node, 0.02 between)
+    begin_s                        seconds of a step outside all of this
     """
 
     matmul: Number = 1.0
@@ -93,22 +108,27 @@ FITTED = Constants(
     crowd=0.1933,
     begin_s=0.005629,
 )
-# What steps reach of a GPU's own curves, which are measured one operation at a time: torch.profiler's sums of kernels of two layers of
-# Llama 3 8B at 8K and 16K tokens on an H100 at its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
-# (benchmarks/results/gpu_kernels.json). `launch`: makes a launch of a profile with a floor of 7.3 us, an H200's, what it is of a preset,
-# whose floor is 3.8 us; floors of 6.8 to 10.6 us were measured.
+# What steps reach of a GPU's own curves, which are measured one operation at a time:
+# torch.profiler's sums of kernels of two layers of Llama 3 8B at 8K and 16K tokens on an H100 at
+# its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
+# (benchmarks/results/gpu_kernels.json). `launch`: makes a launch of a profile with a floor of 7.3
+# us, an H200's, what it is of a preset, whose floor is 3.8 us;
+# floors of 6.8 to 10.6 us were measured.
 OF_CURVES = {"launch": 1.3, "hot": 0.92}
-# What steps reach of a CPU's curves. On one Xeon a process trained a Llama 16 times narrower than 7B, and tiny-llama, on packs of 32 to
-# 4,096 tokens in float32; processor seconds of its thread were added up by operation. Matmuls took 1.05 to 1.26 times as long as by the
-# curves of the same machine: their factors are in no cache.
+# What steps reach of a CPU's curves. On one Xeon a process trained a Llama 16 times narrower than
+# 7B, and tiny-llama, on packs of 32 to 4,096 tokens in float32; processor seconds of its thread
+# were added up by operation. Matmuls took 1.05 to 1.26 times as long as by the curves of the same
+# machine: their factors are in no cache.
 OF_CPU_CURVES = {"launch": 1.0, "hot": 0.9}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device as a step reaches them, in FLOP/s and bytes/s; seconds of one launch. `cluster`: where curves come from, in
-    `dtype`. Of a CPU: `dispatch_s`, seconds before each operation, which nothing hides; `late_s`, by which ranks come to a collective
-    one after another; and `core_shares`, shares of a rank's cores that traffic takes inside a node and between nodes."""
+    """Rates of a device as a step reaches them, in FLOP/s and bytes/s; seconds of one launch.
+    `cluster`: where curves come from, in `dtype`. Of a CPU: `dispatch_s`, seconds before each
+    operation, which nothing hides; `late_s`, by which ranks come to a collective one after another;
+    and `core_shares`, shares of a rank's cores that traffic takes inside a node
+    and between nodes."""
 
     matmul_flops_per_s: Number
     forward_flops_per_s: Number
@@ -128,7 +148,10 @@ class Rates:
     def matmul_s(self, m: Number, k: Number, n: Number) -> np.ndarray:
         """Seconds of [m, k] @ [k, n], without its launch."""
         if self.cluster is not None:
-            return self.cluster.matmul_s(np.maximum(m, 1), k, n, self.dtype, beyond=True) / self.constants.hot
+            return (
+                self.cluster.matmul_s(np.maximum(m, 1), k, n, self.dtype, beyond=True)
+                / self.constants.hot
+            )
         tiles = np.ceil(np.asarray(m) / TILE[0]) * np.ceil(np.asarray(n) / TILE[1])
         tiles = tiles + self.constants.tail * self.multiprocessors
         depth = k + self.constants.ramp
@@ -136,9 +159,11 @@ class Rates:
         moved_bytes = self.element_bytes * (m * k + k * n + m * n)
         return np.maximum(compute_s, moved_bytes / self.memory_bytes_per_s)
 
-    def attention_s(self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
-        """Seconds of attention of `rows` queries to `pairs` (query, key) pairs in each of `heads` heads of `width`, by the kernel that
-        short documents go to: not by cuDNN's."""
+    def attention_s(
+        self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool
+    ) -> np.ndarray:
+        """Seconds of attention of `rows` queries to `pairs` (query, key) pairs in each of `heads`
+        heads of `width`, by the kernel that short documents go to: not by cuDNN's."""
         if self.cluster is not None:
             return self._measured_attention_s(rows, pairs, heads, width, backward)
         pair_flops = 10.0 if backward else 4.0
@@ -152,8 +177,11 @@ class Rates:
             return self.cluster.elementwise_s(np.maximum(moved_bytes, 1.0), self.dtype, beyond=True)
         return np.asarray(moved_bytes) / self.memory_bytes_per_s
 
-    def collective_s(self, operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
-        """Seconds of a collective; see `cluster.network`. On a CPU ranks come to it one after another: both of a send, or all."""
+    def collective_s(
+        self, operation, size_bytes: Number, ranks: Number, ranks_per_node: Number
+    ) -> np.ndarray:
+        """Seconds of a collective; see `cluster.network`. On a CPU ranks come to it one after
+        another: both of a send, or all."""
         if self.cluster is not None:
             seconds = collective_s(self.cluster, operation, size_bytes, ranks, ranks_per_node)
         else:
@@ -165,7 +193,8 @@ class Rates:
         return seconds + np.where(np.asarray(ranks) > 1, late_s, 0.0)
 
     def crowd(self, between: Number) -> np.ndarray:
-        """Share of hidden traffic's seconds that it takes from the computation beside it, inside a node or `between` nodes."""
+        """Share of hidden traffic's seconds that it takes from the computation beside it, inside a
+        node or `between` nodes."""
         inside, across = self.core_shares or (self.constants.crowd, self.constants.crowd)
         return np.where(between, across, inside)
 
@@ -175,8 +204,8 @@ class Rates:
         return self.cluster is not None and self.cluster.knows(CUDNN_BACKEND, self.dtype)
 
     def cudnn_gain(self, length: Number, width: Number, backward: bool) -> np.ndarray:
-        """Speed of cuDNN's measured attention to one causal document of this length over that of the fastest other kernel, where it is
-        faster, else 1: who trains takes it only there."""
+        """Speed of cuDNN's measured attention to one causal document of this length over that of
+        the fastest other kernel, where it is faster, else 1: who trains takes it only there."""
         tokens = np.asarray(length, dtype=float)
         pairs = tokens**2 / 2
         slow_s = self._measured_attention_s(tokens, pairs, 1, width, backward, cudnn=False)
@@ -184,7 +213,13 @@ class Rates:
         return np.maximum(1.0, slow_s / fast_s)
 
     def _measured_attention_s(
-        self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool, cudnn: bool = False
+        self,
+        rows: Number,
+        pairs: Number,
+        heads: Number,
+        width: Number,
+        backward: bool,
+        cudnn: bool = False,
     ) -> np.ndarray:
         """Seconds of the attention of documents with so many causal pairs a row.
 
@@ -225,7 +260,8 @@ class Rates:
 
 
 def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
-    """Share of the clock that a device keeps in long dense arithmetic under its power limit, beside an A100."""
+    """Share of the clock that a device keeps in long dense arithmetic under its power limit, beside
+    an A100."""
     if watts is None:
         return 1.0
     a100_demand = 1.0 + POWER_KNOWN / power
@@ -272,8 +308,11 @@ def rates(cluster: Cluster, precision: str = "bf16", constants: Constants | None
     )
 
 
-def tier_copy_s(cluster: Cluster, tier: Tier, ranks: int, moved_bytes: float, direction: Literal["out", "in"]) -> float:
-    """Seconds of a copy between a device and a tier outside it, of each of `ranks`. The ranks of a node share its disk."""
+def tier_copy_s(
+    cluster: Cluster, tier: Tier, ranks: int, moved_bytes: float, direction: Literal["out", "in"]
+) -> float:
+    """Seconds of a copy between a device and a tier outside it, of each of `ranks`. The ranks of a
+    node share its disk."""
     if not moved_bytes:
         return 0.0
     if tier == "host":

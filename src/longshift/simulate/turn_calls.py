@@ -2,8 +2,8 @@
 
 A turn is recorded once, on one document. Its number of tokens has a prime factor that no size of
 the model has. So the factor divides the size of a tensor as often as it has dims of tokens: never
-where it is as large whatever the pack. Attention's work is in pairs of tokens, which the
-lengths of a pack's documents tell; its share on this rank is that of the recorded document.
+where it is as large whatever the pack. Attention's work is in pairs of tokens, which the lengths of
+a pack's documents tell; its share on this rank is that of the recorded document.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,14 @@ from longshift.layout.layout import Layout, Recompute
 from longshift.model.kernel_calls import EVEN
 from longshift.schedule.sequence import pack_order
 from longshift.spec.model import ModelSpec
-from longshift.weigh.recorder import AttentionCall, Collective, DeviceCall, Matmul, MemoryPass, Transport
+from longshift.weigh.recorder import (
+    AttentionCall,
+    Collective,
+    DeviceCall,
+    Matmul,
+    MemoryPass,
+    Transport,
+)
 from longshift.weigh.turn_profile import Part, Phase, RankSetup, loss_turn, unit_turn
 
 UnitKind = Literal["embeddings", "block", "head"]
@@ -26,8 +33,8 @@ DEGREES = np.arange(3)  # of sizes, in tokens
 
 
 class TurnKind(NamedTuple):
-    """Which turn of which model, on the first rank of a mesh: degrees of the axes that share tokens, fastest first. `selective`:
-    recompute-selective."""
+    """Which turn of which model, on the first rank of a mesh: degrees of the axes that share
+    tokens, fastest first. `selective`: recompute-selective."""
 
     spec: ModelSpec
     mesh: tuple[int, ...]
@@ -43,18 +50,20 @@ class TurnKind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TurnCalls:
-    """Calls of a turn. The last dim of sizes has their coefficients by degree in the tokens of the pack: 1, T, T^2.
+    """Calls of a turn. The last dim of sizes has their coefficients by degree in the tokens of the
+    pack: 1, T, T^2.
 
     mesh         degrees of the axes that share tokens
     matmuls      float64 [kinds, 5, 3]    as `weigh.recorder.Matmul`
     counts       float64 [kinds]          of matmuls of each kind
     pass_bytes   float64 [3]              that all memory passes read and write
     kernels      float64                  launches
-    attention    float64 [2, 5]           forward, backward: calls, rows per token of the pack, pairs per pair of
-                                          the pack, query heads, width
+    attention    float64 [2, 5]           forward, backward: calls, rows per token of the pack,
+                                          pairs per pair of the pack, query heads, width
     collectives  (axis, operation): float64 [4]      number, bytes of all by degree
-    held_bytes   float64 [2]              bytes per token of the pack: of a forward's graph, and at the peak, gradients of weights left
-                                          out; of blocks that are not alike the least
+    held_bytes   float64 [2]              bytes per token of the pack: of a forward's graph, and at
+                                          the peak, gradients of weights left out; of blocks that
+                                          are not alike the least
     """
 
     mesh: tuple[int, ...]
@@ -73,16 +82,21 @@ class TurnCalls:
 
 def layout_of(mesh: tuple[int, ...]) -> Layout:
     """The layout of a mesh alone."""
-    return Layout().with_degrees({axis.name: degree for axis, degree in zip(axes.token_axes(), mesh)})
+    return Layout().with_degrees(
+        {axis.name: degree for axis, degree in zip(axes.token_axes(), mesh)}
+    )
 
 
 @lru_cache(maxsize=4096)
 def turn_calls(kind: TurnKind) -> TurnCalls:
-    """Calls of a turn of a mean block, or of another unit. Meshes whose turns differ in known numbers alone are not all recorded:
+    """Calls of a turn of a mean block, or of another unit. Meshes whose turns differ in known
+    numbers alone are not all recorded:
 
     units    embeddings and head know no sequence parallelism: a rank's tokens are what counts
-    Ulysses  a rank has as many elements in its heads of all tokens as in all heads of its tokens, where no head is on two ranks
-    ring     every rank more is one step more, like the steps that a ring of four has and a ring of two has not
+    Ulysses  a rank has as many elements in its heads of all tokens as in all heads of its tokens,
+             where no head is on two ranks
+    ring     every rank more is one step more, like the steps that a ring of four has and a ring of
+             two has not
     """
     layout = layout_of(kind.mesh)
 
@@ -101,11 +115,14 @@ def turn_calls(kind: TurnKind) -> TurnCalls:
 
 
 def _on_mesh(calls: TurnCalls, mesh: tuple[int, ...]) -> TurnCalls:
-    """The same for ranks with as many tokens each, on a mesh of more sequence-parallel ranks, among which heads are shared."""
+    """The same for ranks with as many tokens each, on a mesh of more sequence-parallel ranks, among
+    which heads are shared."""
     before, layout = calls.layout, layout_of(mesh)
     attention = calls.attention.copy()
     attention[:, 3] *= before.neighbor_ranks / layout.neighbor_ranks
-    fewer_tokens = (before.sequence * layout.weight_ranks / (before.weight_ranks * layout.sequence)) ** DEGREES
+    fewer_tokens = (
+        before.sequence * layout.weight_ranks / (before.weight_ranks * layout.sequence)
+    ) ** DEGREES
     return replace(
         calls,
         mesh=mesh,
@@ -131,7 +148,10 @@ def _longer_ring(two: TurnCalls, four: TurnCalls, mesh: tuple[int, ...]) -> Turn
 
     attention = four.attention.copy()
     attention[:, :3] = sizes(two.attention[:, :3], four.attention[:, :3], np.array([0, 1, 1]))
-    collectives = {key: sizes(two.collectives[key], row, np.array([0, *DEGREES])) for key, row in four.collectives.items()}
+    collectives = {
+        key: sizes(two.collectives[key], row, np.array([0, *DEGREES]))
+        for key, row in four.collectives.items()
+    }
     return TurnCalls(
         mesh=mesh,
         matmuls=sizes(two.matmuls, four.matmuls),
@@ -140,7 +160,8 @@ def _longer_ring(two: TurnCalls, four: TurnCalls, mesh: tuple[int, ...]) -> Turn
         kernels=number(two.kernels, four.kernels),
         attention=attention,
         collectives=collectives,
-        held_bytes=np.minimum(2 * two.held_bytes, 4 * four.held_bytes) / ring,  # as many for as many tokens on each rank, at the least
+        # As many for as many tokens on each rank, at the least.
+        held_bytes=np.minimum(2 * two.held_bytes, 4 * four.held_bytes) / ring,
     )
 
 
@@ -182,7 +203,8 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
         compiled=kind.compiled,
     )
     prime = _token_prime(kind.spec, kind.mesh)
-    # Logits of up to EVEN rows are computed at once. Attention to whole multiples of EVEN is one call.
+    # Logits of up to EVEN rows are computed at once. Attention to whole multiples of EVEN
+    # is one call.
     rows = 2 * EVEN
     if kind.unit == "head":
         rows = EVEN // prime
@@ -193,13 +215,18 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
         profile = loss_turn(setup, order, 0)
     else:
         profile = unit_turn(setup, order, kind.part, kind.phase, block)
-    calls = calls_by_degree(kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime)
-    return replace(calls, held_bytes=np.array([profile.graph, profile.peak - profile.grads]) / length)
+    calls = calls_by_degree(
+        kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime
+    )
+    return replace(
+        calls, held_bytes=np.array([profile.graph, profile.peak - profile.grads]) / length
+    )
 
 
 @lru_cache(maxsize=1024)
 def _token_prime(spec: ModelSpec, mesh: tuple[int, ...]) -> int:
-    """The smallest prime from 11 on that divides no side of a weight, no rank's share of one and no degree of the mesh."""
+    """The smallest prime from 11 on that divides no side of a weight, no rank's share of one and no
+    degree of the mesh."""
     layout = layout_of(mesh)
     sides = {side for param in spec.params for side in param.shape}
     sides |= {spec.heads, spec.kv_heads, spec.head_width}
@@ -216,8 +243,11 @@ def _token_prime(spec: ModelSpec, mesh: tuple[int, ...]) -> int:
     return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
-def calls_by_degree(mesh: tuple[int, ...], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
-    """The calls of a turn on a document of so many tokens and causal pairs. `prime`: divides what has tokens."""
+def calls_by_degree(
+    mesh: tuple[int, ...], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int
+) -> TurnCalls:
+    """The calls of a turn on a document of so many tokens and causal pairs. `prime`: divides what
+    has tokens."""
     matmuls: dict[Matmul, int] = {}
     pass_bytes = np.zeros(3)
     attention = np.zeros((2, 5))
@@ -235,8 +265,13 @@ def calls_by_degree(mesh: tuple[int, ...], calls: Sequence[DeviceCall], tokens: 
                 row[3:] = call.heads.query, call.heads.width
             case Collective():
                 row = collectives.setdefault((call.axis, call.operation), np.zeros(4))
-                # What ranks send in a turn is tokens. Sums of their heads may have the prime factor again.
-                row += (1.0, 0.0, call.size_bytes / tokens, 0.0) if prime else (1.0, call.size_bytes, 0.0, 0.0)
+                # What ranks send in a turn is tokens. Sums of their heads may have
+                # the prime factor again.
+                row += (
+                    (1.0, 0.0, call.size_bytes / tokens, 0.0)
+                    if prime
+                    else (1.0, call.size_bytes, 0.0, 0.0)
+                )
     sizes = [[_by_degree(size, tokens, prime) for size in matmul] for matmul in matmuls]
     return TurnCalls(
         mesh=mesh,

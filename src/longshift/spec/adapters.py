@@ -1,16 +1,19 @@
 """Low-rank adapters, and weights that are not trained.
 
-Paper: LoRA (arXiv 2106.09685). The weight W [out, in] of a linear layer stays as it is; A [rank, in] and B [out, rank] beside it are
-trained:
+Paper: LoRA (arXiv 2106.09685). The weight W [out, in] of a linear layer stays as it is; A [rank,
+in] and B [out, rank] beside it are trained:
 
-    y = x W^T + (alpha / rank) (x A^T) B^T           A drawn with the variance 1 / (3 in), as PEFT draws it; B zeros
+    y = x W^T + (alpha / rank) (x A^T) B^T
+    A drawn with the variance 1 / (3 in), as PEFT draws it; B zeros
 
-Sharding follows W's. Where tensor parallelism cuts W by output, B is cut likewise and every rank has all of A; where it cuts W by input,
-A is cut and every rank has all of B. What a rank has whole is there in every rank's part of the sum, so that its gradient is a partial sum
-as a norm's is.
+Sharding follows W's. Where tensor parallelism cuts W by output, B is cut likewise and every rank
+has all of A; where it cuts W by input, A is cut and every rank has all of B. What a rank has whole
+is there in every rank's part of the sum, so that its gradient is a partial sum as a norm's is.
 
-    by output   x ─┬─ W[out_t, in] ──────────── + ─ y[out_t]        by input   x[in_t] ─┬─ W[out, in_t] ──────────── + ─ partial y
-                   └─ A[rank, in] ─ B[out_t, rank] ┘                                    └─ A[rank, in_t] ─ B[out, rank] ┘
+    by output   x ─┬─ W[out_t, in] ────────────────── + ─ y[out_t]
+                   └─ A[rank, in] ─ B[out_t, rank] ───┘
+    by input    x[in_t] ─┬─ W[out, in_t] ──────────────── + ─ partial y
+                         └─ A[rank, in_t] ─ B[out, rank] ─┘
 
 Names are those of PEFT, less its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
 """
@@ -45,8 +48,8 @@ CHANGING = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of all linear layers of the blocks that `targets` names by the last part of their module's name, `q_proj`; ("all",): of
-    every one."""
+    """Adapters of all linear layers of the blocks that `targets` names by the last part of their
+    module's name, `q_proj`; ("all",): of every one."""
 
     rank: int
     alpha: float
@@ -68,7 +71,8 @@ def linear_modules(params: Iterable[Any], layers: int) -> tuple[str, ...]:
 
 
 def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any:
-    """The model with adapters, or with some weights that are not trained. Raises UsageError for a name that the model does not have."""
+    """The model with adapters, or with some weights that are not trained. Raises UsageError for a
+    name that the model does not have."""
     if not lora and not freeze:
         return spec
     if lora:
@@ -76,13 +80,21 @@ def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any
         modules = linear_modules(spec.params, spec.layers)
         for name in lora.targets:
             if name not in (ALL, *modules):
-                raise UsageError(f"lora.targets: no linear layer of this model is called {name!r}: it has {', '.join(modules)}")
+                raise UsageError(
+                    f"lora.targets: no linear layer of this model is called {name!r}: it has"
+                    f" {', '.join(modules)}"
+                )
         if not lora.targets:
-            raise UsageError(f"lora.targets is empty: name some of {', '.join(modules)}, or write all")
+            raise UsageError(
+                f"lora.targets is empty: name some of {', '.join(modules)}, or write all"
+            )
     for pattern in freeze:
         if not any(fnmatchcase(p.name, pattern) for p in spec.params):
             examples = ", ".join(p.name for p in spec.params[:3])
-            raise UsageError(f"freeze: no weight of this model matches {pattern!r}: they are called {examples}, ...")
+            raise UsageError(
+                f"freeze: no weight of this model matches {pattern!r}: they are called"
+                f" {examples}, ..."
+            )
     adapted_spec = replace(spec, lora=lora, freeze=freeze)
     if not adapted_spec.learned:
         raise UsageError("freeze: every weight of the model matches, nothing would be trained")
@@ -90,8 +102,9 @@ def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any
 
 
 def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
-    """Why the adapters that an `adapter_config.json` of PEFT describes are not those of a model, a line each: another kind, size or scale,
-    or a function that is not `W x + scale B A x`. Which layers have one, the names of tensors say."""
+    """Why the adapters that an `adapter_config.json` of PEFT describes are not those of a model, a
+    line each: another kind, size or scale, or a function that is not `W x + scale B A x`. Which
+    layers have one, the names of tensors say."""
     if config.get("peft_type") != "LORA":
         return [f"peft_type is {config.get('peft_type')!r}, not LORA"]
     # Only what changes what adapters compute is compared, no bookkeeping.
@@ -100,13 +113,20 @@ def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
     if config.get("r") != lora.rank:
         faults.append(f"r is {config.get('r')!r}, and model.lora.rank is {lora.rank}")
     if config.get("lora_alpha") != lora.alpha:
-        faults.append(f"lora_alpha is {config.get('lora_alpha')!r}, and model.lora.alpha is {lora.alpha:g}")
+        faults.append(
+            f"lora_alpha is {config.get('lora_alpha')!r}, and model.lora.alpha is {lora.alpha:g}"
+        )
     if config.get("bias", "none") != "none":
         faults.append(f"bias is {config['bias']!r}: biases are not trained here")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().split("_")[0] in CHANGING:
-        faults.append(f"init_lora_weights is {init!r}: PEFT changed the model's own weights beside these adapters")
-    faults += [f"{key} is {config[key]!r}, which is not there" for key in FOREIGN if config.get(key)]
+        faults.append(
+            f"init_lora_weights is {init!r}: PEFT changed the model's own weights beside these"
+            " adapters"
+        )
+    faults += [
+        f"{key} is {config[key]!r}, which is not there" for key in FOREIGN if config.get(key)
+    ]
     return faults
 
 
@@ -117,12 +137,17 @@ def with_adapters(
     freeze: tuple[str, ...],
     input_major: bool,
 ) -> Iterator[Any]:
-    """The parameter table with adapters, each behind its weight, and with what is not trained marked: all but the adapters where there are
-    any, and the weights whose names match a pattern of `freeze`. `input_major`: weights are stored [in, out]."""
+    """The parameter table with adapters, each behind its weight, and with what is not trained
+    marked: all but the adapters where there are any, and the weights whose names match a pattern of
+    `freeze`. `input_major`: weights are stored [in, out]."""
     for p in params:
         is_frozen = lora is not None or any(fnmatchcase(p.name, pattern) for pattern in freeze)
         yield replace(p, frozen=True) if is_frozen else p
-        if lora and _adaptable(p, layers) and (ALL in lora.targets or module_of(p.name) in lora.targets):
+        if (
+            lora
+            and _adaptable(p, layers)
+            and (ALL in lora.targets or module_of(p.name) in lora.targets)
+        ):
             input_dim, output_dim = (0, 1) if input_major else (1, 0)
             stem = p.name.removesuffix("weight")
             a = replace(

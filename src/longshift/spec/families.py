@@ -1,7 +1,7 @@
 """Model families: a Hugging Face `config.json` to a ModelSpec and back, and the presets.
 
-A family is an entry of FAMILIES. Keys that are absent from a config mean what transformers takes them to mean.
-"""
+A family is an entry of FAMILIES. Keys that are absent from a config mean what transformers takes
+them to mean."""
 
 import json
 import math
@@ -21,15 +21,19 @@ from longshift.spec.model import ModelSpec, Rope
 
 @dataclass(frozen=True)
 class Family:
-    """A model family in the words of transformers: its class, fields of ModelSpec that all its models have, and its keys.
+    """A model family in the words of transformers: its class, fields of ModelSpec that all its
+    models have, and its keys.
 
-    What absent keys mean: `kv_heads` (None: as many as query heads), `head_width` (None: heads fill the model's width), `tied`, `norm_eps`,
-    `theta`, `window_size`, `nope_every`.
-    Which keys it has: `biases`, of `attention_bias` and `mlp_bias`; `window`, whether `sliding_window` is of all blocks or of those that
-    `layer_types`, `max_window_layers` ("some") or `sliding_window_pattern` ("pattern") name; `scales`, those of _SCALES; `partial_rotary`,
-    `partial_rotary_factor`. With `nope_every` it may have blocks without rotary embedding. `gemma`: the activation's key is
-    `hidden_activation`, embeddings are scaled by the root of the width, scores by that of `query_pre_attn_scalar`, and blocks with a window
-    turn by `rope_local_base_freq`. `window_every`: of so many blocks the last has no window; `caps`: what absent soft caps of scores and
+    What absent keys mean: `kv_heads` (None: as many as query heads), `head_width` (None: heads fill
+    the model's width), `tied`, `norm_eps`, `theta`, `window_size`, `nope_every`.
+    Which keys it has: `biases`, of `attention_bias` and `mlp_bias`; `window`, whether
+    `sliding_window` is of all blocks or of those that `layer_types`, `max_window_layers` ("some")
+    or `sliding_window_pattern` ("pattern") name; `scales`, those of _SCALES; `partial_rotary`,
+    `partial_rotary_factor`. With `nope_every` it may have blocks without rotary embedding. `gemma`:
+    the activation's key is `hidden_activation`, embeddings are scaled by the root of the width,
+    scores by that of `query_pre_attn_scalar`, and blocks with a window turn by
+    `rope_local_base_freq`. `window_every`: of so many blocks the last has no window; `caps`: what
+    absent soft caps of scores and
     of logits mean, for a family that has them.
     """
 
@@ -68,11 +72,37 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
     "mistral": Family("MistralForCausalLM", kv_heads=8, window="all"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, kv_heads=32, window="some"),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, kv_heads=32, head_width=128, biases=("attention_bias",), window="some"),
-    "olmo2": Family("Olmo2ForCausalLM", {"qk_norm_whole": True, "norm_place": "after"}, norm_eps=1e-5, biases=("attention_bias",)),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {"qk_norm": True},
+        kv_heads=32,
+        head_width=128,
+        biases=("attention_bias",),
+        window="some",
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"qk_norm_whole": True, "norm_place": "after"},
+        norm_eps=1e-5,
+        biases=("attention_bias",),
+    ),
     "granite": Family("GraniteForCausalLM", biases=("attention_bias", "mlp_bias"), scales=True),
-    "smollm3": Family("SmolLM3ForCausalLM", kv_heads=4, tied=True, theta=2e6, biases=("attention_bias", "mlp_bias"), nope_every=4),
-    "phi3": Family("Phi3ForCausalLM", {"fused": True}, norm_eps=1e-5, window="all", window_size=None, partial_rotary=True),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        kv_heads=4,
+        tied=True,
+        theta=2e6,
+        biases=("attention_bias", "mlp_bias"),
+        nope_every=4,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"fused": True},
+        norm_eps=1e-5,
+        window="all",
+        window_size=None,
+        partial_rotary=True,
+    ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         {"norm_place": "both", "norm_less_one": True},
@@ -114,7 +144,9 @@ def read_spec(folder: Path) -> ModelSpec:
     try:
         config = json.loads(read_small(file, MAX_BYTES))
     except FileNotFoundError:
-        raise UsageError(f"{folder} holds no config.json; a model path is a Hugging Face folder on this machine") from None
+        raise UsageError(
+            f"{folder} holds no config.json; a model path is a Hugging Face folder on this machine"
+        ) from None
     except OSError as fault:
         raise UsageError(f"{str(file)[:300]} cannot be read: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
@@ -125,7 +157,8 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> ModelSpec:
-    """Read the contents of a `config.json`. Raises UsageError that lists every key that is missing, wrong or not understood.
+    """Read the contents of a `config.json`. Raises UsageError that lists every key that is missing,
+    wrong or not understood.
 
     Dropout that a config asks for is not applied here; a UserWarning says so.
     """
@@ -137,7 +170,9 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     reader = Reader(config)
     reader.known.add("model_type")
     body = family.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
-    for architecture in reader.value("architectures", [], lambda v: isinstance(v, list), "must be a list of one name"):
+    for architecture in reader.value(
+        "architectures", [], lambda v: isinstance(v, list), "must be a list of one name"
+    ):
         if architecture not in (family.architecture, body):
             reader.fault(
                 "architectures",
@@ -150,7 +185,9 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
         raise UsageError(f"{file}:\n  " + "\n  ".join(reader.faults))
     if reader.dropout:
         rates = ", ".join(f"{key} {rate}" for key, rate in reader.dropout.items())
-        warnings.warn(f"{file} asks for dropout ({rates}); training here applies none", stacklevel=2)
+        warnings.warn(
+            f"{file} asks for dropout ({rates}); training here applies none", stacklevel=2
+        )
     return ModelSpec(family=name, **{**family.always, **values})
 
 
@@ -160,11 +197,15 @@ def _text_hint(config: Mapping[str, Any]) -> str:
     name = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(name, str) or name not in FAMILIES:
         return ""
-    return f"; the text model in it, text_config, is of the family {name}, which is supported: save it as a folder of its own"
+    return (
+        f"; the text model in it, text_config, is of the family {name}, which is supported: save it"
+        " as a folder of its own"
+    )
 
 
 def _typing_hint(name: str) -> str:
-    """A family of which the name may be a typing error. Another number is another model: qwen4 is no qwen3."""
+    """A family of which the name may be a typing error. Another number is another model: qwen4 is
+    no qwen3."""
     numbers = re.findall(r"[0-9]+", name)
     alike = [family for family in FAMILIES if re.findall(r"[0-9]+", family) == numbers]
     close = nearest(name, alike, least_alike=0.8)
@@ -172,11 +213,11 @@ def _typing_hint(name: str) -> str:
 
 
 def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
-    """The contents of a `config.json` that `from_hugging_face` reads back as `spec`. Raises UsageError where the family has no
-    words for one of the spec's fields.
+    """The contents of a `config.json` that `from_hugging_face` reads back as `spec`. Raises
+    UsageError where the family has no words for one of the spec's fields.
 
-    Rotary fields use the keys of transformers 4, which version 5 and other readers of such folders understand too.
-    """
+    Rotary fields use the keys of transformers 4, which version 5 and other readers of such folders
+    understand too."""
     config = {
         "architectures": [FAMILIES[spec.family].architecture],
         "model_type": spec.family,
@@ -185,11 +226,15 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied,
         **(_gpt2_keys(spec) if spec.family == "gpt2" else _llama_like_keys(spec)),
     }
-    # Read back, because a key that a family lacks would be lost without a word. How it was trained is not of the model.
+    # Read back, because a key that a family lacks would be lost without a word. How it was trained
+    # is not of the model.
     back = replace(from_hugging_face(config), loss=spec.loss)
     lost = [f.name for f in fields(spec) if getattr(spec, f.name) != getattr(back, f.name)]
     if lost:
-        changes = ", ".join(f"{name}={getattr(spec, name)!r} (would become {getattr(back, name)!r})" for name in lost)
+        changes = ", ".join(
+            f"{name}={getattr(spec, name)!r} (would become {getattr(back, name)!r})"
+            for name in lost
+        )
         raise UsageError(f"a {spec.family} config.json cannot say {changes}")
     return config
 
@@ -197,13 +242,16 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
 def preset(name: str) -> ModelSpec:
     """A model by name. Raises UsageError with the nearest name."""
     if name not in PRESETS:
-        raise UsageError(f"preset {name!r} does not exist{preset_hint(name) or did_you_mean(name, PRESETS)}")
+        raise UsageError(
+            f"preset {name!r} does not exist{preset_hint(name) or did_you_mean(name, PRESETS)}"
+        )
     return PRESETS[name]
 
 
 def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
     """Fields of ModelSpec from a config of a family with Llama's keys."""
-    # 1. Sizes. A family's default of key/value heads is for an absent key; null means as many as query heads.
+    # 1. Sizes. A family's default of key/value heads is for an absent key; null means as many as
+    # query heads.
     width = read.size("hidden_size")
     layers = read.size("num_hidden_layers", limit=MAX_BLOCKS)
     heads = read.size("num_attention_heads")
@@ -243,7 +291,9 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "tied": read.flag("tie_word_embeddings", family.tied),
         "norm_eps": read.number("rms_norm_eps", family.norm_eps),
         "activation": (
-            read.activation("hidden_activation", "gelu_pytorch_tanh") if family.gemma else read.activation("hidden_act", "silu")
+            read.activation("hidden_activation", "gelu_pytorch_tanh")
+            if family.gemma
+            else read.activation("hidden_act", "silu")
         ),
         "qkv_bias": attention_bias or family.always.get("qkv_bias", False),
         "out_bias": attention_bias,
@@ -279,10 +329,13 @@ def _caps(read: Reader, defaults: tuple[float, float]) -> dict[str, Any]:
 
 
 def _check_scale(read: Reader, head_width: int) -> None:
-    """Keys of other families for the scale of attention, whose harmless value depends on this model."""
+    """Keys of other families for the scale of attention, whose harmless value depends on this
+    model."""
     # Some folders have these keys of other families, with the value that changes nothing.
     if "query_pre_attn_scalar" not in read.known:
-        reason = f"supported: {head_width}, the head width; this family has no other scale of attention"
+        reason = (
+            f"supported: {head_width}, the head width; this family has no other scale of attention"
+        )
         read.only("query_pre_attn_scalar", head_width, reason)
     if "attention_multiplier" not in read.known:
         scale = head_width**-0.5
@@ -299,7 +352,11 @@ def _rotary(read: Reader, family: Family, head_width: int) -> int:
     # Versions of transformers have it in three places; the first one that is there counts.
     sections = [read.config.get("rope_parameters"), read.config.get("rope_scaling"), read.config]
     factor = next(
-        (section[key] for section in sections if isinstance(section, Mapping) and section.get(key) is not None),
+        (
+            section[key]
+            for section in sections
+            if isinstance(section, Mapping) and section.get(key) is not None
+        ),
         1.0,
     )
     read.known.add(key)
@@ -307,7 +364,9 @@ def _rotary(read: Reader, family: Family, head_width: int) -> int:
         read.fault(key, factor, "must be a number above 0, at most 1")
         return head_width
     if factor < 1 and not family.partial_rotary:
-        read.fault(key, factor, "needs rotary embedding of a part of each head, which this family has not")
+        read.fault(
+            key, factor, "needs rotary embedding of a part of each head, which this family has not"
+        )
     width = int(head_width * factor)
     if width % 2:
         read.fault(
@@ -319,10 +378,13 @@ def _rotary(read: Reader, family: Family, head_width: int) -> int:
 
 
 def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
-    """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`, where blocks differ one mapping for each kind)."""
+    """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`, where blocks
+    differ one mapping for each kind)."""
     # 1. The section that says it.
     read.known |= {"rope_parameters", "rope_scaling"}
-    sections = {key: read.config[key] for key in ("rope_parameters", "rope_scaling") if read.config.get(key)}
+    sections = {
+        key: read.config[key] for key in ("rope_parameters", "rope_scaling") if read.config.get(key)
+    }
     for key, section in sections.items():
         if not isinstance(section, Mapping):
             read.fault(key, section, "must be a mapping")
@@ -344,9 +406,17 @@ def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
     reason = f"supported: {', '.join(kinds)}"
     if "dynamic" in (section.get("rope_type"), section.get("type")):
         positions = read.config.get("max_position_embeddings")
-        reason += f"; documents of at most {positions} tokens have the same angles without it: for these, set {key} to null"
-    names = [name for name in ("rope_type", "type") if section.get(name) is not None] or ["rope_type"]
-    section_kinds = [inner.value(name, "default", lambda v: isinstance(v, str) and v in kinds, reason) for name in names]
+        reason += (
+            f"; documents of at most {positions} tokens have the same angles without it: for these,"
+            f" set {key} to null"
+        )
+    names = [name for name in ("rope_type", "type") if section.get(name) is not None] or [
+        "rope_type"
+    ]
+    section_kinds = [
+        inner.value(name, "default", lambda v: isinstance(v, str) and v in kinds, reason)
+        for name in names
+    ]
     model_theta = read.number("rope_theta", theta)  # it is read whatever the kind is
     if inner.faults:
         read.faults += inner.faults
@@ -387,12 +457,18 @@ def _scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
 
 
 def _yarn(inner: Reader, outer: Reader) -> dict[str, Any]:
-    """`attention_factor` where it is absent: of the factor, or of the two `mscale`. The original positions: those of the model."""
+    """`attention_factor` where it is absent: of the factor, or of the two `mscale`. The original
+    positions: those of the model."""
     factor = float(inner.number("factor"))
-    positions = inner.size("original_max_position_embeddings", outer.size("max_position_embeddings"))
+    positions = inner.size(
+        "original_max_position_embeddings", outer.size("max_position_embeddings")
+    )
     fast = float(inner.number("beta_fast", 32.0))
     slow = float(inner.number("beta_slow", 1.0))
-    mscale, mscale_all_dim = (inner.number(key, 0.0) if inner.config.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    mscale, mscale_all_dim = (
+        inner.number(key, 0.0) if inner.config.get(key) else 0.0
+        for key in ("mscale", "mscale_all_dim")
+    )
     inner.known |= {"mscale", "mscale_all_dim"}
     magnitude = yarn_magnitude(factor)
     if mscale and mscale_all_dim:
@@ -417,7 +493,8 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def _nope_every(read: Reader, family: Family, layers: int) -> int:
-    """`ModelSpec.nope_every`, from a flag for each block that is 0 where it has no rotary embedding, or from their interval."""
+    """`ModelSpec.nope_every`, from a flag for each block that is 0 where it has no rotary
+    embedding, or from their interval."""
     every = read.value(
         "no_rope_layer_interval",
         family.nope_every,
@@ -464,10 +541,15 @@ def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tupl
         return window, ()
     if family.window == "pattern":
         every = read.size("sliding_window_pattern", family.window_every)
-        types = types or ["sliding_attention" if block % every else "full_attention" for block in range(1, layers + 1)]
+        types = types or [
+            "sliding_attention" if block % every else "full_attention"
+            for block in range(1, layers + 1)
+        ]
         return _windowed(types, window)
     is_used = read.flag("use_sliding_window", False)
-    first = read.value("max_window_layers", 28, lambda v: type(v) is int and v >= 0, "must be a whole number")
+    first = read.value(
+        "max_window_layers", 28, lambda v: type(v) is int and v >= 0, "must be a whole number"
+    )
 
     # 3. Families without one.
     if family.window is None:
@@ -479,11 +561,16 @@ def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tupl
         }
         for key, is_requested in requests.items():
             if is_requested:
-                read.fault(key, read.config[key], "needs a sliding window, which this family has not")
+                read.fault(
+                    key, read.config[key], "needs a sliding window, which this family has not"
+                )
         return None, ()
 
     # 4. Families whose window is of the blocks from some number on.
-    types = types or ["sliding_attention" if is_used and window and block >= first else "full_attention" for block in range(layers)]
+    types = types or [
+        "sliding_attention" if is_used and window and block >= first else "full_attention"
+        for block in range(layers)
+    ]
     if "sliding_attention" in types and not (is_used and window):
         read.fault("use_sliding_window", is_used, "but layer_types says sliding_attention")
     return _windowed(types, window)
@@ -550,7 +637,10 @@ def _window_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
         config["sliding_window"] = window
     if family.window != "all" and window:
         blocks = range(1, spec.layers + 1)
-        config["layer_types"] = ["full_attention" if spec.window(block) is None else "sliding_attention" for block in blocks]
+        config["layer_types"] = [
+            "full_attention" if spec.window(block) is None else "sliding_attention"
+            for block in blocks
+        ]
     if family.window == "some":
         config["use_sliding_window"] = window is not None
         if window:
@@ -585,7 +675,9 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
     if family.partial_rotary:
         config["partial_rotary_factor"] = spec.rotary_width / spec.head_width
     if family.nope_every:
-        config["no_rope_layers"] = [int(spec.rope_of(block) is not None) for block in range(1, spec.layers + 1)]
+        config["no_rope_layers"] = [
+            int(spec.rope_of(block) is not None) for block in range(1, spec.layers + 1)
+        ]
         config["no_rope_layer_interval"] = spec.nope_every
     if family.scales:
         config |= {key: getattr(spec, name) for key, name in _SCALES.items()}
@@ -619,19 +711,42 @@ def _gpt2_keys(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _decoder(family: str, vocab: int, width: int, layers: int, heads: int, kv: int, ffn: int, positions: int, **switches: Any) -> ModelSpec:
+def _decoder(
+    family: str,
+    vocab: int,
+    width: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    ffn: int,
+    positions: int,
+    **switches: Any,
+) -> ModelSpec:
     head_width = switches.pop("head_width", width // heads)
-    return ModelSpec(family, vocab, width, layers, heads, kv, head_width, ffn, positions, **switches)
+    return ModelSpec(
+        family, vocab, width, layers, heads, kv, head_width, ffn, positions, **switches
+    )
 
 
 _LLAMA3: Mapping[str, Any] = {"norm_eps": 1e-5, "rope": Rope(theta=500000.0)}
 _LLAMA32: Mapping[str, Any] = {
     "norm_eps": 1e-5,
-    "rope": Rope(500000.0, "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192),
+    "rope": Rope(
+        500000.0,
+        "llama3",
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_positions=8192,
+    ),
 }
 _QWEN3: Mapping[str, Any] = {"qk_norm": True, "rope": Rope(theta=1000000.0)}
 _SMOLLM3: Mapping[str, Any] = {"tied": True, "rope": Rope(theta=5000000.0), "nope_every": 4}
-_OLMO2: Mapping[str, Any] = {"qk_norm_whole": True, "norm_place": "after", "rope": Rope(theta=500000.0)}
+_OLMO2: Mapping[str, Any] = {
+    "qk_norm_whole": True,
+    "norm_place": "after",
+    "rope": Rope(theta=500000.0),
+}
 _GRANITE: Mapping[str, Any] = {
     "tied": True,
     "norm_eps": 1e-5,
@@ -652,7 +767,12 @@ _GEMMA3: Mapping[str, Any] = {
     "window_rope": Rope(),
     "attention_scale": 0.0625,
 }
-_GPT2: Mapping[str, Any] = {**_GPT2_ALWAYS, "tied": True, "norm_eps": 1e-5, "activation": "gelu_tanh"}
+_GPT2: Mapping[str, Any] = {
+    **_GPT2_ALWAYS,
+    "tied": True,
+    "norm_eps": 1e-5,
+    "activation": "gelu_tanh",
+}
 
 PRESETS: Mapping[str, ModelSpec] = {
     # family, vocabulary, width, blocks, query heads, key/value heads, feed-forward width, positions
@@ -666,9 +786,15 @@ PRESETS: Mapping[str, ModelSpec] = {
     "llama-3-8b": _decoder("llama", 128256, 4096, 32, 32, 8, 14336, 8192, **_LLAMA3),
     "llama-3-70b": _decoder("llama", 128256, 8192, 80, 64, 8, 28672, 8192, **_LLAMA3),
     "llama-3.2-1b": _decoder("llama", 128256, 2048, 16, 32, 8, 8192, 131072, tied=True, **_LLAMA32),
-    "mistral-7b-v0.3": _decoder("mistral", 32768, 4096, 32, 32, 8, 14336, 32768, norm_eps=1e-5, rope=Rope(theta=1000000.0)),
-    "qwen2.5-7b": _decoder("qwen2", 152064, 3584, 28, 28, 4, 18944, 131072, qkv_bias=True, rope=Rope(theta=1000000.0)),
-    "qwen3-0.6b": _decoder("qwen3", 151936, 1024, 28, 16, 8, 3072, 40960, tied=True, head_width=128, **_QWEN3),
+    "mistral-7b-v0.3": _decoder(
+        "mistral", 32768, 4096, 32, 32, 8, 14336, 32768, norm_eps=1e-5, rope=Rope(theta=1000000.0)
+    ),
+    "qwen2.5-7b": _decoder(
+        "qwen2", 152064, 3584, 28, 28, 4, 18944, 131072, qkv_bias=True, rope=Rope(theta=1000000.0)
+    ),
+    "qwen3-0.6b": _decoder(
+        "qwen3", 151936, 1024, 28, 16, 8, 3072, 40960, tied=True, head_width=128, **_QWEN3
+    ),
     "qwen3-8b": _decoder("qwen3", 151936, 4096, 36, 32, 8, 12288, 40960, **_QWEN3),
     "olmo-2-7b": _decoder("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, **_OLMO2),
     "granite-3.1-2b": _decoder("granite", 49155, 2048, 40, 32, 8, 8192, 131072, **_GRANITE),
@@ -680,5 +806,17 @@ PRESETS: Mapping[str, ModelSpec] = {
         sliding_window=512,
         full_blocks=(6, 12, 18, 24),
     ),
-    "phi-4": _decoder("phi3", 100352, 5120, 40, 40, 10, 17920, 16384, norm_eps=1e-5, rope=Rope(theta=250000.0), fused=True),
+    "phi-4": _decoder(
+        "phi3",
+        100352,
+        5120,
+        40,
+        40,
+        10,
+        17920,
+        16384,
+        norm_eps=1e-5,
+        rope=Rope(theta=250000.0),
+        fused=True,
+    ),
 }

@@ -1,14 +1,15 @@
 """ModelSpec: one decoder-only transformer in numbers, and its parameter table.
 
-The table is the single description of the weights: canonical (Hugging Face) name, shape, the unit of the model that uses it, and
-how tensor parallelism cuts it. Placement, the runtime model, checkpoints and the simulator all read it.
+The table is the single description of the weights: canonical (Hugging Face) name, shape, the unit
+of the model that uses it, and how tensor parallelism cuts it. Placement, the runtime model,
+checkpoints and the simulator all read it.
 
     unit 0          embeddings
     unit 1 .. L     the blocks
     unit L+1        final norm and output head
 
-Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward width, V vocabulary.
-"""
+Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward
+width, V vocabulary."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,28 +24,32 @@ from longshift.spec.adapters import Lora, with_adapters
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open range of the `index`-th of `parts` contiguous, nearly equal shares of `total`; the first ones are the larger."""
+    """Half-open range of the `index`-th of `parts` contiguous, nearly equal shares of `total`; the
+    first ones are the larger."""
     size, extra = divmod(total, parts)
     start = index * size + min(index, extra)
     return start, start + size + (index < extra)
 
 
 def attended(length: Any, window: int | None) -> Any:
-    """Pairs of a token of a document and one of the last `window` tokens that it attends to; half of the length's square for None."""
+    """Pairs of a token of a document and one of the last `window` tokens that it attends to; half
+    of the length's square for None."""
     reach = length if window is None else np.minimum(length, window)
     return reach * reach / 2.0 + (length - reach) * reach
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: angles position * theta^(-2i/R) of channel pair i. What stretches it to longer sequences, by `factor` over
-    `original_positions` where it says so:
+    """Rotary embedding: angles position * theta^(-2i/R) of channel pair i. What stretches it to
+    longer sequences, by `factor` over `original_positions` where it says so:
 
     linear    all angles divided by the factor (arXiv 2306.15595)
-    llama3    slow channels divided by the factor, fast ones kept, a blend of the two between (arXiv 2407.21783); `low_freq_factor`,
-              `high_freq_factor`: turns over the original positions that bound the blend
-    yarn      as llama3, bounded by channels that turn `beta_slow` and `beta_fast` times, at whole numbers of channels where
-              `truncate`; cos and sin times `magnitude`, which makes up for the entropy of more scores (arXiv 2309.00071)
+    llama3    slow channels divided by the factor, fast ones kept, a blend of the two between (arXiv
+              2407.21783); `low_freq_factor`, `high_freq_factor`: turns over the original positions
+              that bound the blend
+    yarn      as llama3, bounded by channels that turn `beta_slow` and `beta_fast` times, at whole
+              numbers of channels where `truncate`; cos and sin times `magnitude`, which makes up
+              for the entropy of more scores (arXiv 2309.00071)
     """
 
     theta: float = 10000.0
@@ -61,10 +66,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class Part:
-    """A run of the cut dim made of `units` indivisible pieces of `size` rows: heads, feed-forward columns, vocabulary rows.
+    """A run of the cut dim made of `units` indivisible pieces of `size` rows: heads, feed-forward
+    columns, vocabulary rows.
 
-    `heads`: the units are key/value heads that serve this many query heads; a coordinate then gets those that its query heads need,
-    so that neighbours may hold the same one (grouped queries, K < tp).
+    `heads`: the units are key/value heads that serve this many query heads; a coordinate then gets
+    those that its query heads need, so that neighbours may hold the same one (grouped queries,
+    K < tp).
     """
 
     units: int
@@ -72,7 +79,8 @@ class Part:
     heads: int | None = None
 
     def rows(self, parts: int, index: int) -> tuple[int, int]:
-        """Half-open range of rows, relative to the part's start, of coordinate `index` of `parts`."""
+        """Half-open range of rows, relative to the part's start,
+        of coordinate `index` of `parts`."""
         first, last = share(self.heads or self.units, parts, index)
         group = self.heads // self.units if self.heads else 1
         return first // group * self.size, -(-last // group) * self.size
@@ -80,8 +88,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Param:
-    """One weight. `dim` None: tensor-parallel ranks hold all of it. Else `parts` tile dim `dim` and each is cut on its own, so that
-    the query, key and value thirds of a fused matrix are never sliced together."""
+    """One weight. `dim` None: tensor-parallel ranks hold all of it. Else `parts` tile dim `dim` and
+    each is cut on its own, so that the query, key and value thirds of a fused matrix are never
+    sliced together."""
 
     name: str
     role: str
@@ -100,12 +109,15 @@ class Param:
 
 
 CROSS_ENTROPY = "cross-entropy"
-LOSS_ROWS = 1024  # fewer make small matmuls, and the head's weights and the sum of their gradients are read once for each block
+# Fewer make small matmuls, and the head's weights and the sum of their gradients are read once for
+# each block.
+LOSS_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and switches of a decoder. Two specs are the same function exactly when they are equal."""
+    """Sizes and switches of a decoder. Two specs are the same function exactly when
+    they are equal."""
 
     family: str
     vocab: int
@@ -128,16 +140,20 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False  # of each head, before the rotation
     qk_norm_whole: bool = False  # OLMo 2: of all heads together
-    norm_place: Literal["before", "after", "both"] = "before"  # attention and MLP; OLMo 2 normalizes what they give, Gemma both
+    # Attention and MLP; OLMo 2 normalizes what they give, Gemma both.
+    norm_place: Literal["before", "after", "both"] = "before"
     norm_less_one: bool = False  # Gemma: weights of norms are stored less one
     rope: Rope | None = Rope()
     window_rope: Rope | None = None  # of blocks with a sliding window, where it is another
-    rotary: int | None = None  # channels of a head that turn with the position, the first ones; all where None
+    # Channels of a head that turn with the position, the first ones; all where None.
+    rotary: int | None = None
     nope_every: int = 0  # SmolLM3: block n, 2n, ... has no rotary embedding
     learned_positions: bool = False
     sliding_window: int | None = None  # tokens that a token attends to, its own included
-    full_blocks: tuple[int, ...] = ()  # blocks, by unit, that attend to all of a document all the same
-    attention_scale: float | None = None  # what scores are multiplied with; 1 / sqrt(head width) where None
+    # blocks, by unit, that attend to all of a document all the same.
+    full_blocks: tuple[int, ...] = ()
+    # What scores are multiplied with; 1 / sqrt(head width) where None.
+    attention_scale: float | None = None
     score_cap: float | None = None  # Gemma 2: scores are cap * tanh(score / cap)
     logit_cap: float | None = None
     embed_scale: float = 1.0
@@ -146,17 +162,24 @@ class ModelSpec:
     init_std: float = 0.02
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()  # patterns of names of weights that are not trained
-    loss_rows: int = LOSS_ROWS  # rows of a rank that have logits at one time, at the least; not part of the function
+    # Rows of a rank that have logits at one time, at the least; not part of the function.
+    loss_rows: int = LOSS_ROWS
     loss: str = CROSS_ENTROPY  # or "package.module:name" of a function that gives each token's loss
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads do not divide into {self.kv_heads} key/value heads")
+            raise ValueError(
+                f"{self.heads} query heads do not divide into {self.kv_heads} key/value heads"
+            )
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
         """The parameter table in canonical order."""
-        return tuple(with_adapters(_parameter_table(self), self.layers, self.lora, self.freeze, self.fused_qkv))
+        return tuple(
+            with_adapters(
+                _parameter_table(self), self.layers, self.lora, self.freeze, self.fused_qkv
+            )
+        )
 
     @property
     def base(self) -> "ModelSpec":
@@ -204,7 +227,8 @@ class ModelSpec:
         return tuple(dict.fromkeys(rope for rope in ropes if rope))
 
     def window(self, block: int) -> int | None:
-        """How many tokens a token of this block attends to, its own included; None: all of its document."""
+        """How many tokens a token of this block attends to, its own included;
+        None: all of its document."""
         return None if block in self.full_blocks else self.sliding_window
 
     def like(self, block: int) -> int:
@@ -233,13 +257,15 @@ class ModelSpec:
         return {window: count / self.layers for window, count in counts.items()}
 
     def attended(self, length: Any) -> Any:
-        """Pairs of a token of a document and one that it attends to, half of them on the diagonal, the mean of all blocks: for a number or
-        an array of lengths. Half the square of the length where there is no window."""
+        """Pairs of a token of a document and one that it attends to, half of them on the diagonal,
+        the mean of all blocks: for a number or an array of lengths. Half the square of the length
+        where there is no window."""
         return sum(share * attended(length, window) for window, share in self.windows.items())
 
     @property
     def keys_stay_whole(self) -> bool:
-        """Whether no two tensor-parallel ranks may hold the same key/value head: a norm over all of them would count it twice."""
+        """Whether no two tensor-parallel ranks may hold the same key/value head: a norm over all of
+        them would count it twice."""
         return self.qk_norm_whole and self.kv_heads < self.heads
 
     def of_unit(self, unit: int) -> tuple[Param, ...]:
@@ -248,8 +274,8 @@ class ModelSpec:
 
     @cached_property
     def multiplied(self) -> tuple[frozenset[str], ...]:
-        """By unit, the names of the trained weights that it multiplies with. Embeddings are looked up; adapters have gradients of their
-        own."""
+        """By unit, the names of the trained weights that it multiplies with. Embeddings are looked
+        up; adapters have gradients of their own."""
         names: list[set[str]] = [set() for _ in range(self.units)]
         for p in self.params:
             if len(p.shape) == 2 and not p.frozen and not p.role.endswith(("_lora_a", "_lora_b")):
@@ -259,15 +285,20 @@ class ModelSpec:
         return tuple(map(frozenset, names))
 
     def flops_per_token(self, context: float) -> float:
-        """Model FLOP of forward and backward for a token that attends to `context` others on average (causal: half its document).
-        6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded), 12 * N * H per attended token and
-        layer; recomputation not counted."""
+        """Model FLOP of forward and backward for a token that attends to `context` others on
+        average (causal: half its document).
+        6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded),
+        12 * N * H per attended token and layer; recomputation not counted."""
         return self._matmul_flops + 12.0 * self.layers * self.heads * self.head_width * context
 
     @cached_property
     def _matmul_flops(self) -> float:
         """FLOP of forward and backward for a token through the weights."""
-        matmul = (p for p in self.params if p.also_unit is not None or p.role not in ("embed", "positions"))
+        matmul = (
+            p
+            for p in self.params
+            if p.also_unit is not None or p.role not in ("embed", "positions")
+        )
         return sum(p.elements * (4.0 if p.frozen else 6.0) for p in matmul)
 
 
@@ -330,7 +361,9 @@ def _parameter_table(spec: ModelSpec) -> Iterator[Param]:
         also_unit=head_unit if spec.tied else None,
     )
     if spec.learned_positions:
-        yield Param(f"{names['positions']}.weight", "positions", (spec.max_positions, spec.width), unit=0)
+        yield Param(
+            f"{names['positions']}.weight", "positions", (spec.max_positions, spec.width), unit=0
+        )
 
     # 2. Blocks, which have the same weights under other names.
     block_params = tuple(_block_table(spec, names))
@@ -413,10 +446,11 @@ def _linear(
     has_bias: bool,
     from_parts: bool = False,
 ) -> Iterator[Param]:
-    """A linear layer from the model's width to `parts`, which tensor parallelism cuts, or back `from_parts`. GPT-2 stores weights
-    input-major ("Conv1D")."""
+    """A linear layer from the model's width to `parts`, which tensor parallelism cuts, or back
+    `from_parts`. GPT-2 stores weights input-major ("Conv1D")."""
     size = sum(part.units * part.size for part in parts)
-    is_cut_first = from_parts == spec.fused_qkv  # whether the dim of `parts` is the first as it is stored
+    # Whether the dim of `parts` is the first as it is stored.
+    is_cut_first = from_parts == spec.fused_qkv
     shape = (size, spec.width) if is_cut_first else (spec.width, size)
     init = "normal_out" if from_parts else "normal"
     yield Param(
@@ -429,7 +463,9 @@ def _linear(
         init=init,
     )
     if has_bias and from_parts:
-        yield Param(f"{names[role]}.bias", f"{role}_bias", (spec.width,), unit=0, decay=False, init="zeros")
+        yield Param(
+            f"{names[role]}.bias", f"{role}_bias", (spec.width,), unit=0, decay=False, init="zeros"
+        )
     elif has_bias:
         yield Param(
             f"{names[role]}.bias",

@@ -1,12 +1,14 @@
-"""Eight-bit codes (e4m3) with a float32 scale for each block of a row (`layout.blocks`): of moments between updates, and of what travels.
+"""Eight-bit codes (e4m3) with a float32 scale for each block of a row (`layout.blocks`): of moments
+between updates, and of what travels.
 
     encode    y = x / scale, scale = max|x| of the block / 448;  code = e4m3(y)
     decode    x = code * scale
 
-Rows begin in any column of their weight: a block that begins before, or ends behind them, is filled up with zeros.
+Rows begin in any column of their weight: a block that begins before, or ends behind them, is filled
+up with zeros.
 
-[Note: not finite] A cast to e4m3 makes the largest code of infinity, silently. A block with a value that is not finite has an infinite
-scale instead, with which all of it becomes NaN.
+[Note: not finite] A cast to e4m3 makes the largest code of infinity, silently. A block with a value
+that is not finite has an infinite scale instead, with which all of it becomes NaN.
 """
 
 import torch
@@ -20,8 +22,9 @@ CODES = torch.float8_e4m3fn
 
 
 def in_blocks(x: Tensor, column: int, copy: bool = True) -> Tensor:
-    """Rows [..., columns] that begin in this column of the weight as blocks [..., blocks, BLOCK], with zeros beyond the ends of the rows.
-    `copy`: in memory of their own, also where rows are whole blocks."""
+    """Rows [..., columns] that begin in this column of the weight as blocks [..., blocks, BLOCK],
+    with zeros beyond the ends of the rows. `copy`: in memory of their own, also where rows are
+    whole blocks."""
     left_pad = column % BLOCK
     right_pad = -(column + x.shape[-1]) % BLOCK
     if copy or left_pad or right_pad:
@@ -46,7 +49,9 @@ def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
     torch.maximum(low.neg_(), high, out=high)
     scales.copy_(maxima_to_scales(high.to(torch.float32)))
     is_view = column % BLOCK == x.shape[-1] % BLOCK == 0
-    scaled = torch.div(blocks, scales[..., None], out=torch.empty_like(blocks) if is_view else blocks)
+    scaled = torch.div(
+        blocks, scales[..., None], out=torch.empty_like(blocks) if is_view else blocks
+    )
     codes.copy_(in_rows(scaled, column, x.shape[-1]))
 
 

@@ -1,15 +1,21 @@
-"""Checkpoints: home, as boxes. A file knows no layout, so any layout and any number of ranks loads any checkpoint.
+"""Checkpoints: home, as boxes. A file knows no layout, so any layout and any number of ranks loads
+any checkpoint.
 
-    checkpoints/step-N/rank-00000.safetensors   masters and moments of the boxes that rank 0 speaks for, "kind|weight|box"
-                       rank-00000-1.safetensors    where they are more than FILE_BYTES, and so on; rank-00001.safetensors   ...
-                       manifest.json            files with size and SHA-256, facts of the run, the run's seal, a SHA-256 of itself
-    identity                                    random, made with the run's first checkpoint: the key of the seal
-    LATEST                                      "step-N", moved only after N is durable
-    BEST                                        "step-N" of the lowest validation loss, where the run validates
+    checkpoints/step-N/
+      rank-00000.safetensors     masters and moments of the boxes that rank 0 speaks for,
+                                 "kind|weight|box"
+      rank-00000-1.safetensors   where they are more than FILE_BYTES, and so on
+      rank-00001.safetensors     ...
+      manifest.json              files with size and SHA-256, facts of the run, the run's seal,
+                                 a SHA-256 of itself
+    identity                     random, made with the run's first checkpoint: the key of the seal
+    LATEST                       "step-N", moved only after N is durable
+    BEST                         "step-N" of the lowest validation loss, where the run validates
 
-Written into a hidden folder, fsynced, renamed, then LATEST is moved, then old ones are purged: a death at any point leaves the last
-good checkpoint in place, and hidden folders that the next save removes. Everything is verified before it is used; nothing is
-unpickled. One run saves into a folder at a time.
+Written into a hidden folder, fsynced, renamed, then LATEST is moved, then old ones are purged: a
+death at any point leaves the last good checkpoint in place, and hidden folders that the next save
+removes. Everything is verified before it is used; nothing is unpickled. One run saves into a folder
+at a time.
 """
 
 import hashlib
@@ -70,18 +76,35 @@ class Saved:
 Index = dict[tuple[str, str], list[Saved]]  # by kind and weight
 
 
-def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world: World, keep: int, best: int | None = None) -> None:
-    """Write checkpoint `step` of a run, replacing one of the same step; collective. `entries` as from `Optimizer.state`, `facts` any
-    JSON. Then the newest `keep` up to this one stay, and that of step `best`, which BEST names from then on. Raises CheckpointError, on
-    every rank in the same words, when one cannot write; the checkpoints before it, and LATEST, are then untouched."""
+def save(
+    run: Path,
+    step: int,
+    entries: Entries,
+    facts: Mapping[str, Any],
+    world: World,
+    keep: int,
+    best: int | None = None,
+) -> None:
+    """Write checkpoint `step` of a run, replacing one of the same step; collective. `entries` as
+    from `Optimizer.state`, `facts` any JSON. Then the newest `keep` up to this one stay, and that
+    of step `best`, which BEST names from then on. Raises CheckpointError, on every rank in the same
+    words, when one cannot write; the checkpoints before it, and LATEST, are then untouched."""
     Unfinished(run, step, facts, world, keep, best).finish(entries)
 
 
 class Unfinished:
-    """A checkpoint that is not one yet: a hidden folder, which `finish` makes the newest checkpoint. The arguments are those of `save`.
-    Collective: making it, and `finish`. Mutable."""
+    """A checkpoint that is not one yet: a hidden folder, which `finish` makes the newest
+    checkpoint. The arguments are those of `save`. Collective: making it, and `finish`. Mutable."""
 
-    def __init__(self, run: Path, step: int, facts: Mapping[str, Any], world: World, keep: int, best: int | None):
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        facts: Mapping[str, Any],
+        world: World,
+        keep: int,
+        best: int | None,
+    ):
         self.run = run
         self.step = step
         self.facts = facts
@@ -89,13 +112,17 @@ class Unfinished:
         self.keep = keep
         self.best = best
         self._scratch = run / "checkpoints" / f".step-{step}.writing"
-        self._fault = f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before it are untouched"
+        self._fault = (
+            f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before"
+            " it are untouched"
+        )
         self._writing: Background[list[dict]] | None = None
         with self._swept():
             _together(world, self._fault, self._begin if world.rank == 0 else None)
 
     def write(self, entries: Entries) -> None:
-        """Write this rank's files in the background. The tensors of `entries`, in host memory, must stay as they are until `written`."""
+        """Write this rank's files in the background. The tensors of `entries`, in host memory, must
+        stay as they are until `written`."""
         self._writing = Background(lambda: _write_tensors(self._scratch, entries, self.world.rank))
 
     @property
@@ -104,11 +131,16 @@ class Unfinished:
         return self._writing is None or self._writing.done
 
     def finish(self, entries: Entries = ()) -> None:
-        """Write what is not written in the background, and have the checkpoint take its place. Raises CheckpointError as `save` does."""
+        """Write what is not written in the background, and have the checkpoint take its place.
+        Raises CheckpointError as `save` does."""
         run = self.run
         world = self.world
         is_first = world.rank == 0
-        write = self._writing.result if self._writing else lambda: _write_tensors(self._scratch, entries, world.rank)
+        write = (
+            self._writing.result
+            if self._writing
+            else lambda: _write_tensors(self._scratch, entries, world.rank)
+        )
         with self._swept():
             # 1. Write this rank's files, and tell all ranks of them.
             rank_files = _together(world, self._fault, write)
@@ -138,7 +170,8 @@ class Unfinished:
 
     @contextmanager
     def _swept(self) -> Iterator[None]:
-        """After a failure, which all ranks know of, none leaves, and with it ends the others, before what was written is gone."""
+        """After a failure, which all ranks know of, none leaves, and with it ends the others,
+        before what was written is gone."""
         try:
             yield
         except CheckpointError:
@@ -149,7 +182,8 @@ class Unfinished:
 
 
 class Checkpoint:
-    """A verified checkpoint, read box by box on demand. It opens each file once and keeps it open."""
+    """A verified checkpoint, read box by box on demand. It opens each file once
+    and keeps it open."""
 
     def __init__(self, folder: Path, manifest: Manifest, index: Index, files: dict[Path, Any]):
         """`files`: those that are open already."""
@@ -164,23 +198,31 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, run: Path, world: World, pointer: str = LATEST) -> "Checkpoint":
-        """The checkpoint that LATEST names, or BEST, of the lowest validation loss; collective. Raises CheckpointError, on every rank in
-        the same words, when there is none or it is damaged: the message names the file, and the older checkpoint that may serve instead."""
+        """The checkpoint that LATEST names, or BEST, of the lowest validation loss; collective.
+        Raises CheckpointError, on every rank in the same words, when there is none or it is
+        damaged: the message names the file, and the older checkpoint that may serve instead."""
         name = _together(world, f"{run} cannot be read", lambda: _read_pointer(run, pointer))
         return cls.open(run / "checkpoints" / world.gather_text(name)[0], world)
 
     @classmethod
     def open(cls, folder: Path, world: World) -> "Checkpoint":
-        """Verify and index a checkpoint; collective: every rank reads a share of the files to check them. Raises CheckpointError as
-        `latest` does."""
+        """Verify and index a checkpoint; collective: every rank reads a share of the files to check
+        them. Raises CheckpointError as `latest` does."""
         fault = f"{folder} cannot be read"
         manifest, digest = _together(world, fault, lambda: read_manifest(folder))
         if len(set(world.gather_text(digest))) > 1:
-            raise CheckpointError(f"{folder} is not the same on all ranks: all machines must see one run folder")
+            raise CheckpointError(
+                f"{folder} is not the same on all ranks: all machines must see one run folder"
+            )
         if folder.name != f"step-{manifest.step}":
-            raise CheckpointError(f"{folder} holds step {manifest.step}: it was moved; give each folder its own name.{instead(folder)}")
+            raise CheckpointError(
+                f"{folder} holds step {manifest.step}: it was moved; give each folder its own"
+                f" name.{instead(folder)}"
+            )
         index = _together(world, fault, lambda: _index(folder, manifest))
-        files = _together(world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size], index))
+        files = _together(
+            world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size], index)
+        )
         return cls(folder, manifest, index, files)
 
     @property
@@ -194,8 +236,8 @@ class Checkpoint:
         return [step for step in steps_of(self.folder.parent) if step > self.step]
 
     def expect(self, spec: ModelSpec, moments: Sequence[str]) -> None:
-        """Refuse a checkpoint that does not hold every value of the model's weights, their moments and scales, or holds another weight's.
-        Raises CheckpointError."""
+        """Refuse a checkpoint that does not hold every value of the model's weights, their moments
+        and scales, or holds another weight's. Raises CheckpointError."""
         for param in spec.params:
             if param.frozen:
                 continue
@@ -208,14 +250,23 @@ class Checkpoint:
                 fit = all(len(box.shape) == len(needed.shape) and box in needed for box in boxes)
                 if num_elements != needed.elements or not fit:
                     more = ", ..." if len(boxes) > 4 else ""
-                    state = f"is {', '.join(map(str, boxes[:4]))}{more}" if boxes else "is not there"
-                    raise CheckpointError(f"{self.folder}: {kind} {name} {state}, {needed} is needed: incomplete, or of another model")
+                    state = (
+                        f"is {', '.join(map(str, boxes[:4]))}{more}" if boxes else "is not there"
+                    )
+                    raise CheckpointError(
+                        f"{self.folder}: {kind} {name} {state}, {needed} is needed: incomplete, or"
+                        " of another model"
+                    )
         foreign = sorted({name for _, name in self._index} - set(spec.by_name))
         if foreign:
-            raise CheckpointError(f"{self.folder} holds {foreign[0]}, which this model does not have: it is of another model")
+            raise CheckpointError(
+                f"{self.folder} holds {foreign[0]}, which this model does not have: it is of"
+                " another model"
+            )
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
-        """The values inside `box`, put together from whatever boxes were saved. Raises CheckpointError where some are missing."""
+        """The values inside `box`, put together from whatever boxes were saved. Raises
+        CheckpointError where some are missing."""
         out = None
         num_read = 0
         for saved in self._index.get((kind, name), ()):
@@ -229,7 +280,9 @@ class Checkpoint:
             out[part.within(box)] = values
             num_read += part.elements
         if out is None or num_read != box.elements:
-            raise CheckpointError(f"{self.folder} holds {num_read} of the {box.elements} values of {kind} {name}{box}")
+            raise CheckpointError(
+                f"{self.folder} holds {num_read} of the {box.elements} values of {kind} {name}{box}"
+            )
         return out
 
     def source(self, kind: str = "master") -> Source:
@@ -238,8 +291,9 @@ class Checkpoint:
 
 
 def _together(world: World, failure: str, work: Callable[[], T] | None) -> T:
-    """The result of `work` on this rank; None has nothing to do. A failure on any rank is everyone's, in the words of the lowest that
-    failed: OutOfMemoryError where its disk has no room, CheckpointError else."""
+    """The result of `work` on this rank; None has nothing to do. A failure on any rank is
+    everyone's, in the words of the lowest that failed: OutOfMemoryError where its disk has no room,
+    CheckpointError else."""
     result = None
     fault = ""
     is_full = False
@@ -258,7 +312,8 @@ def _together(world: World, failure: str, work: Callable[[], T] | None) -> T:
 
 
 def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
-    """This rank's files, durable; none where it speaks for nothing. Of a GPU no more than one file's tensors are in host memory."""
+    """This rank's files, durable; none where it speaks for nothing. Of a GPU no more than one
+    file's tensors are in host memory."""
     files: list[dict] = []
     tensors: dict[str, Tensor] = {}
 
@@ -291,7 +346,8 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
 
 
 def _publish(run: Path, step: int, scratch: Path, best: int | None) -> None:
-    """Make a finished folder the newest checkpoint. What may fail for want of space comes before the first rename, and LATEST last."""
+    """Make a finished folder the newest checkpoint. What may fail for want of space comes before
+    the first rename, and LATEST last."""
     final = scratch.with_name(f"step-{step}")
     pointers = {LATEST: step}
     if best is not None and (best == step or scratch.with_name(f"step-{best}").is_dir()):
@@ -308,8 +364,8 @@ def _publish(run: Path, step: int, scratch: Path, best: int | None) -> None:
 
 
 def _purge(run: Path, step: int, keep: int, best: int | None) -> None:
-    """Hide, then remove, all but the newest `keep` up to `step` and the best one. Newer ones are of a run that a person went back from:
-    they are left until this one reaches them."""
+    """Hide, then remove, all but the newest `keep` up to `step` and the best one. Newer ones are of
+    a run that a person went back from: they are left until this one reaches them."""
     folder = run / "checkpoints"
     steps = [s for s in steps_of(folder) if s <= step]
     for old in {*steps[:-keep]} - {best}:
@@ -330,15 +386,21 @@ def _read_pointer(run: Path, name: str) -> str:
     """The folder of the checkpoint that a pointer names."""
     pointer = run / name
     if name == BEST and not pointer.exists():
-        raise CheckpointError(f"{run} has no best checkpoint: it has not validated yet (data.valid, or data.held_out)")
+        raise CheckpointError(
+            f"{run} has no best checkpoint: it has not validated yet (data.valid, or data.held_out)"
+        )
     try:
         step = pointer.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as fault:
-        raise CheckpointError(f"{pointer} cannot be read: {fault}.{instead(run / 'checkpoints' / 'none')}") from None
+        raise CheckpointError(
+            f"{pointer} cannot be read: {fault}.{instead(run / 'checkpoints' / 'none')}"
+        ) from None
     is_step = re.fullmatch(r"step-[0-9]+", step) is not None
     folder = run / "checkpoints" / (step if is_step else "none")
     if not folder.is_dir():
-        raise CheckpointError(f"{pointer} names {step!r}, which is not a checkpoint of this run.{instead(folder)}")
+        raise CheckpointError(
+            f"{pointer} names {step!r}, which is not a checkpoint of this run.{instead(folder)}"
+        )
     return step
 
 
@@ -355,7 +417,10 @@ def _index(folder: Path, manifest: Manifest) -> Index:
         overlap = _overlap([saved.box for saved in entries])
         if overlap:
             first, second = overlap
-            raise CheckpointError(f"{path} is malformed: {kind} {name} is there twice, as {first} and {second}.{instead(folder)}")
+            raise CheckpointError(
+                f"{path} is malformed: {kind} {name} is there twice, as {first} and"
+                f" {second}.{instead(folder)}"
+            )
     return index
 
 
@@ -371,11 +436,14 @@ def _parse_key(path: Path, key: str, cache: dict[str, Box]) -> tuple[str, str, B
             return kind, name, box
     except ValueError:
         pass
-    raise CheckpointError(f"{path} is malformed: {key!r} is not KIND|WEIGHT|BOX.{instead(path.parent)}")
+    raise CheckpointError(
+        f"{path} is malformed: {key!r} is not KIND|WEIGHT|BOX.{instead(path.parent)}"
+    )
 
 
 def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share a value or differ in their number of dims, if any. Sweeps along dim 0."""
+    """Two boxes that share a value or differ in their number of dims, if any.
+    Sweeps along dim 0."""
     candidates: list[Box] = []
     for box in sorted(boxes):
         candidates = [candidate for candidate in candidates if candidate.stop[0] > box.start[0]]
@@ -398,17 +466,27 @@ def _verify(folder: Path, files: Sequence[SavedFile], index: Index) -> dict[Path
         try:
             size = path.stat().st_size
             if size != file.bytes:
-                raise CheckpointError(f"{path} is damaged: it has {size} bytes, {file.bytes} were written.{instead(folder)}")
+                raise CheckpointError(
+                    f"{path} is damaged: it has {size} bytes, {file.bytes} were"
+                    f" written.{instead(folder)}"
+                )
             if _sha256(path) != file.sha256:
-                raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's.{instead(folder)}")
+                raise CheckpointError(
+                    f"{path} is damaged: its SHA-256 differs from the manifest's.{instead(folder)}"
+                )
             opened[path] = tensors = safe_open(path, framework="pt")
             slices = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118
             if {key: tuple(part.get_shape()) for key, part in slices.items()} != listed[path]:
-                raise CheckpointError(f"{path} does not hold the boxes that manifest.json lists.{instead(folder)}")
+                raise CheckpointError(
+                    f"{path} does not hold the boxes that manifest.json lists.{instead(folder)}"
+                )
             for key, part in slices.items():
                 type_name = file.types.get(_kind(key))
                 if part.get_dtype() != type_name:
-                    raise CheckpointError(f"{path} holds {key} as {part.get_dtype()}, {type_name} was written.{instead(folder)}")
+                    raise CheckpointError(
+                        f"{path} holds {key} as {part.get_dtype()}, {type_name} was"
+                        f" written.{instead(folder)}"
+                    )
         except (OSError, SafetensorError) as fault:
             raise CheckpointError(f"{path} cannot be read: {fault}.{instead(folder)}") from None
     return opened

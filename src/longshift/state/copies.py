@@ -1,19 +1,23 @@
-"""Working copies of a layout, and the three verbs between them and home: gather, reduce, release. Here for a layout that is cut as home
-is; `state.visit` has them for one that is not.
+"""Working copies of a layout, and the three verbs between them and home: gather, reduce, release.
+Here for a layout that is cut as home is; `state.visit` has them for one that is not.
 
     gather    home rows of every holder, cast at the source ── all-gather ──> the rank's tensors
-    reduce    the rank's gradients, summed over micro-batches in the home format ── reduce-scatter (ZeRO-0: all-reduce) ──> home
-              (a matmul's go into their sum as they are formed, where its device can; all others after the backward)
+    reduce    the rank's gradients, summed over micro-batches in the home format
+              ── reduce-scatter (ZeRO-0: all-reduce) ──> home
+              (a matmul's go into their sum as they are formed, where its device can; all others
+              after the backward)
     release   the copies' storage is dropped
 
-One fused collective a bucket, started at once and waited for as late as possible. Bytes in and out of a holder, P holders, W elements:
-gather W (P-1)/P in the compute format; reduce W (P-1)/P in the home format, twice that under ZeRO-0. In fewer bits: `state.wire`.
+One fused collective a bucket, started at once and waited for as late as possible. Bytes in and out
+of a holder, P holders, W elements: gather W (P-1)/P in the compute format; reduce W (P-1)/P in the
+home format, twice that under ZeRO-0. In fewer bits: `state.wire`.
 
 When the verbs are called is the program's (`program.step`).
 
-[Note: released storage] A graph kept for backward holds views of the copies. Release shrinks their storage to nothing and gather fills
-the same storage again, through an alias with a version counter of its own, so that autograd sees the tensors it saved. Copies have no
-storage before they are gathered for the first time.
+[Note: released storage] A graph kept for backward holds views of the copies. Release shrinks their
+storage to nothing and gather fills the same storage again, through an alias with a version counter
+of its own, so that autograd sees the tensors it saved. Copies have no storage before they are
+gathered for the first time.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +48,8 @@ from longshift.switch.itinerary import Cut
 
 @dataclass(frozen=True)
 class UnitCopies:
-    """One moving unit on this rank. `memory`: of the weights that are not home's own tensors, the `borrowed` ones."""
+    """One moving unit on this rank. `memory`: of the weights that are not home's own tensors, the
+    `borrowed` ones."""
 
     weights: dict[str, nn.Parameter]
     memory: Tensors[str]
@@ -52,8 +57,8 @@ class UnitCopies:
 
 
 class Copies(ABC):
-    """The working copies of one cut of the model on this rank, with `home` as their source. Mutable. `renewed`: whose gradient sums are
-    what `total` has views of."""
+    """The working copies of one cut of the model on this rank, with `home` as their source.
+    Mutable. `renewed`: whose gradient sums are what `total` has views of."""
 
     renewed: Sequence[Shard] = ()
 
@@ -65,8 +70,11 @@ class Copies(ABC):
         self.compute = precision.compute
         self.sum_format = precision.home
         self.wire = precision.wire
-        self.adds_inside = adds_inside(precision.compute.itemsize, precision.home.itemsize, world.device.type != "cpu")
-        self.expected: dict[int, set[int]] = {}  # moving units that matmuls of a unit's backward add to
+        self.adds_inside = adds_inside(
+            precision.compute.itemsize, precision.home.itemsize, world.device.type != "cpu"
+        )
+        # Moving units that matmuls of a unit's backward add to.
+        self.expected: dict[int, set[int]] = {}
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
         self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
@@ -77,10 +85,12 @@ class Copies(ABC):
             self.units[unit].memory.drop()
 
     def prepare(self, unit: int) -> None:  # noqa: B027  (most need none)
-        """Make the views of a unit's copies that are used again and again; the copies have storage now, and lose it after."""
+        """Make the views of a unit's copies that are used again and again; the copies have storage
+        now, and lose it after."""
 
     def _allocate(self, unit: int, names: list[str]) -> UnitCopies:
-        """Tensors of a unit: home's own where home keeps all of a weight in the compute format, else slices of one flat vector."""
+        """Tensors of a unit: home's own where home keeps all of a weight in the compute format,
+        else slices of one flat vector."""
         # 1. Borrow home's tensors.
         borrowed = {}
         for shard in self.home.shards:
@@ -92,10 +102,17 @@ class Copies(ABC):
                         borrowed[name] = view
 
         # 2. Make the others. [Note: released storage]
-        shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in borrowed}
+        shapes = {
+            name: local_shape(self.spec.by_name[name], self.boxes[name])
+            for name in names
+            if name not in borrowed
+        }
         memory = Tensors(shapes, self.compute, self.world.device)
         views = {name: view.data for name, view in borrowed.items()} | memory.views
-        weights = {name: nn.Parameter(view, requires_grad=not self.spec.by_name[name].frozen) for name, view in views.items()}
+        weights = {
+            name: nn.Parameter(view, requires_grad=not self.spec.by_name[name].frozen)
+            for name, view in views.items()
+        }
         return UnitCopies(weights, memory, set(borrowed))
 
     def part(self, name: str, box: Box) -> Tensor | None:
@@ -109,7 +126,11 @@ class Copies(ABC):
     def place(self, name: str, box: Box) -> tuple[slice, ...] | None:
         """Where a box lies in the rank's tensor of a weight; None where it is not here."""
         held = self.boxes.get(name, ())
-        return assemble(box, held, self.spec.by_name[name].dim) if any(box in part for part in held) else None
+        return (
+            assemble(box, held, self.spec.by_name[name].dim)
+            if any(box in part for part in held)
+            else None
+        )
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""
@@ -156,7 +177,9 @@ class Copies(ABC):
 
     def _begin(self, unit: int) -> None:
         if self.make_sums(unit):
-            self.blank[unit] = {name for name, weight in self.units[unit].weights.items() if weight.requires_grad}
+            self.blank[unit] = {
+                name for name, weight in self.units[unit].weights.items() if weight.requires_grad
+            }
 
     def add(self, unit: int, name: str, left: Tensor, right: Tensor) -> None:
         """Add a weight's gradient, left^T right, to its sum. left [T, rows], right [T, columns]."""
@@ -166,14 +189,17 @@ class Copies(ABC):
             add_product(total, left[:, rows], right[:, columns], first)
 
     def accumulate(self, unit: int) -> None:
-        """Add the gradients that a backward left on the unit's weights to their sums, in the home format. A weight that computed nothing
-        contributes zeros."""
+        """Add the gradients that a backward left on the unit's weights to their sums, in the home
+        format. A weight that computed nothing contributes zeros."""
         self._begin(unit)
         blank = self.blank[unit]
         weights = self.units[unit].weights
         grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         # A sum without numbers takes a copy of its first gradient, and needs no zeros.
-        for names, put in ((grads.keys() & blank, torch._foreach_copy_), (grads.keys() - blank, torch._foreach_add_)):
+        for names, put in (
+            (grads.keys() & blank, torch._foreach_copy_),
+            (grads.keys() - blank, torch._foreach_add_),
+        ):
             totals = []
             parts = []
             for name in weights:
@@ -192,11 +218,13 @@ class Copies(ABC):
 
     @abstractmethod
     def make_sums(self, unit: int) -> bool:
-        """Make the sums of a unit, with any numbers in them, if there are none. Whether there were none."""
+        """Make the sums of a unit, with any numbers in them, if there are none.
+        Whether there were none."""
 
     @abstractmethod
     def sum_of(self, unit: int, name: str) -> list[tuple[Tensor, tuple[slice, ...]]]:
-        """The sum of a weight's gradient: views [slots, rows of each, ...], and where their rows lie in the weight."""
+        """The sum of a weight's gradient: views [slots, rows of each, ...], and where their rows
+        lie in the weight."""
 
     @abstractmethod
     def reduce(self, unit: int) -> None:
@@ -210,30 +238,48 @@ class Copies(ABC):
 class Fused:
     """What the collectives of one unit need. Mutable."""
 
-    def __init__(self, copies: UnitCopies, buckets: list[tuple[Strips, Shard]], compute: torch.dtype, sums: torch.dtype, wire: Wire):
+    def __init__(
+        self,
+        copies: UnitCopies,
+        buckets: list[tuple[Strips, Shard]],
+        compute: torch.dtype,
+        sums: torch.dtype,
+        wire: Wire,
+    ):
         """`compute`, `sums`: the formats of copies and of gradient sums."""
         self.buckets = buckets
         self.learning = [(strips, shard) for strips, shard in buckets if not strips.bucket.frozen]
-        self.coded = [Coded(strips, compute) if wire.weights == "float8" and strips.bucket.sharded else None for strips, _ in buckets]
-        self.sent = [sent_gradients(wire.gradients, strips, sums) if strips.bucket.sharded else None for strips, _ in self.learning]
-        # Of every bucket, what a gather writes: the strips of the weights that are not home's own; `sources`, where home is not sharded.
+        self.coded = [
+            Coded(strips, compute) if wire.weights == "float8" and strips.bucket.sharded else None
+            for strips, _ in buckets
+        ]
+        self.sent = [
+            sent_gradients(wire.gradients, strips, sums) if strips.bucket.sharded else None
+            for strips, _ in self.learning
+        ]
+        # Of every bucket, what a gather writes: the strips of the weights that are not home's own;
+        # `sources`, where home is not sharded.
         self.gather_strips: list[list[StripViews]] = []
         self.targets: list[list[Tensor]] = []
         self.sources: list[list[Tensor]] = []
         for strips, shard in buckets:
             views = [strip for strip in strips.strips if strip.name not in copies.borrowed]
             self.gather_strips.append(views)
-            self.targets.append([strip.in_weight(copies.weights[strip.name].data) for strip in views])
+            self.targets.append(
+                [strip.in_weight(copies.weights[strip.name].data) for strip in views]
+            )
             if strips.bucket.sharded:
                 self.sources.append([])
             else:
                 self.sources.append([strip.in_buffer(shard.master.unsqueeze(0)) for strip in views])
         self.arriving: list[Pending] | None = None
-        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a bucket that is trained
+        # Fused gradient buffers, one a bucket that is trained.
+        self.sums: list[Tensor] | None = None
         self.reducing: deque[list[tuple[Pending, Tensor, Coded | Rounded | None, Shard]]] = deque()
 
     def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
-        """Copy into the weights: from the fused buffer of a bucket, or from home where that is not sharded."""
+        """Copy into the weights: from the fused buffer of a bucket,
+        or from home where that is not sharded."""
         if (coded := self.coded[number]) is not None and buffer is not None:
             for strip, target in zip(self.gather_strips[number], self.targets[number]):
                 coded.decode(strip, buffer, target)
@@ -254,11 +300,16 @@ class AlignedCopies(Copies):
 
     def prepare(self, unit: int) -> None:
         shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]
-        buckets = [(Strips(shard.bucket, self.world.rank, self.boxes, self.spec), shard) for shard in shards]
+        buckets = [
+            (Strips(shard.bucket, self.world.rank, self.boxes, self.spec), shard)
+            for shard in shards
+        ]
         masters = [shard.vectors["master"] for shard in shards]
         for vector in masters:
             vector.hold()
-        self.fused[unit] = Fused(self.units[unit], buckets, self.compute, self.sum_format, self.wire)
+        self.fused[unit] = Fused(
+            self.units[unit], buckets, self.compute, self.sum_format, self.wire
+        )
         for vector in masters:
             vector.evict()
 
@@ -285,7 +336,8 @@ class AlignedCopies(Copies):
         return pending
 
     def _start_across(self, fused: Fused, number: int, crossing: Crossing) -> Pending:
-        """As `_start`, of a home outside the GPU: the collective follows the copies on their stream."""
+        """As `_start`, of a home outside the GPU: the collective follows the copies
+        on their stream."""
         strips, shard = fused.buckets[number]
         if not strips.bucket.sharded:
             crossing.bring(zip(fused.sources[number], fused.targets[number]))
@@ -299,7 +351,9 @@ class AlignedCopies(Copies):
         buffer = rank_slot.new_empty((strips.slots, len(rank_slot)))
         crossing.bring([(source[None], rank_slot[None, : len(source)])])
         with torch.cuda.stream(crossing.back):
-            pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, rank_slot)
+            pending = self.world.group(strips.bucket.holders, "gather").all_gather(
+                buffer, rank_slot
+            )
         arrived = crossing.arrived()
         pending.finish = lambda: (arrived(), fused.copy_in(number, buffer))
         return pending
@@ -314,13 +368,18 @@ class AlignedCopies(Copies):
         if fused.sums is not None:
             return False
         sizes = [(strips.slots, strips.width) for strips, _ in fused.learning]
-        fused.sums = [torch.empty(size, dtype=self.sum_format, device=self.world.device) for size in sizes]
+        fused.sums = [
+            torch.empty(size, dtype=self.sum_format, device=self.world.device) for size in sizes
+        ]
         return True
 
     def sum_of(self, unit: int, name: str) -> list[tuple[Tensor, tuple[slice, ...]]]:
         fused = self.fused[unit]
         assert fused.sums is not None
-        buffers = [(strips.of.get(name, ()), total) for (strips, _), total in zip(fused.learning, fused.sums)]
+        buffers = [
+            (strips.of.get(name, ()), total)
+            for (strips, _), total in zip(fused.learning, fused.sums)
+        ]
         return [(strip.in_buffer(total), strip.at) for strips, total in buffers for strip in strips]
 
     def reduce(self, unit: int) -> None:

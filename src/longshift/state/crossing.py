@@ -1,17 +1,19 @@
-"""Between a GPU and a home outside it, through pinned memory: weights cast on the host go in, sums of gradients come out. ZeRO-Offload
-(arXiv 2101.06840).
+"""Between a GPU and a home outside it, through pinned memory: weights cast on the host go in, sums
+of gradients come out. ZeRO-Offload (arXiv 2101.06840).
 
     bring   master ── cast by the host ──> slot ── stream `back` ──> device
     take    sum on the device ── stream `out` ──> its place at home, where that is pinned
                                               ──> slot ── copied, or added, by the host ──> home
 
-Only what a GPU copies is pinned: the gradient sums of a home in host memory, to the byte, and slots. On the way in there are slots for two
-units, so that the host casts one while the one before waits for the device. Masters and moments are read by the host alone. Bytes of a
-weight that is gathered: 2 in, in bf16; of a gradient that is reduced: 4 out, in float32.
+Only what a GPU copies is pinned: the gradient sums of a home in host memory, to the byte, and
+slots. On the way in there are slots for two units, so that the host casts one while the one before
+waits for the device. Masters and moments are read by the host alone. Bytes of a weight that is
+gathered: 2 in, in bf16; of a gradient that is reduced: 4 out, in float32.
 
-[Note: crossing] The host uses a slot again when the copy that used it last has ended. A copy in waits for all that the device was given
-before, which may still use the memory that it fills; what is gathered waits for the copy. A copy out waits for the reduction; `settled`
-waits for all copies out, before the host reads a sum.
+[Note: crossing] The host uses a slot again when the copy that used it last has ended. A copy in
+waits for all that the device was given before, which may still use the memory that it fills; what
+is gathered waits for the copy. A copy out waits for the reduction; `settled` waits for all copies
+out, before the host reads a sum.
 """
 
 from collections import deque
@@ -26,7 +28,8 @@ from longshift.layout.layout import Tier
 from longshift.layout.placement import Bucket
 from longshift.stream.tiers import Arena
 
-# Pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into one.
+# Pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into
+# one.
 SLOTS = 4
 SLOT_BYTES = 32 << 20
 
@@ -41,8 +44,8 @@ class Slot:
 
 @dataclass
 class Landing:
-    """A piece of a sum on its way to the host. `left`: recorded when it is in its slot, `staged`; `into`: where the host copies it to, or
-    adds it."""
+    """A piece of a sum on its way to the host. `left`: recorded when it is in its slot, `staged`;
+    `into`: where the host copies it to, or adds it."""
 
     left: Any
     staged: Tensor
@@ -71,8 +74,8 @@ class Crossing:
         return arena.like(like)
 
     def bring(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy pairs of tensors [n, rows, ...] of one shape: the host's into the device's, in the format of the latter. The host's
-        have been read when it returns. [Note: crossing]"""
+        """Start to copy pairs of tensors [n, rows, ...] of one shape: the host's into the device's,
+        in the format of the latter. The host's have been read when it returns. [Note: crossing]"""
         self.back.wait_stream(torch.cuda.current_stream(self.device))
         for source, target in pairs:
             for rows in runs(target):
@@ -92,7 +95,8 @@ class Crossing:
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
     def take(self, total: Tensor, into: Tensor, add: bool) -> None:
-        """Start to copy a tensor [elements] of the device into one of the host, or to add it. [Note: crossing]"""
+        """Start to copy a tensor [elements] of the device into one of the host, or to add it.
+        [Note: crossing]"""
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         total.record_stream(self.out)
         if not add and into.data_ptr() in self._pinned:
@@ -143,9 +147,12 @@ def crossing_of(device: torch.device, slots: int) -> Crossing | None:
     return Crossing(device, slots) if device.type == "cuda" else None
 
 
-def slots_in(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, weight_bytes: int) -> int:
-    """Number of pinned slots for weights on their way to a GPU: enough for two units of the size of the largest one that lies outside the
-    GPU. 0 where all units lie on it. `mine`: the rank's buckets; `weight_bytes`: of a weight in the compute format."""
+def slots_in(
+    tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, weight_bytes: int
+) -> int:
+    """Number of pinned slots for weights on their way to a GPU: enough for two units of the size of
+    the largest one that lies outside the GPU. 0 where all units lie on it. `mine`: the rank's
+    buckets; `weight_bytes`: of a weight in the compute format."""
     outside = dict.fromkeys((unit for unit, tier in tiers.items() if tier != "device"), 0)
     for bucket in mine:
         if bucket.unit in outside:

@@ -1,6 +1,6 @@
-"""The fused buffer of a bucket as few strided views: what a gather copies into the weights, and what their gradients are copied into.
-A strip (`layout.strips`) is one strided view of the buffer, [slots, rows, ...], and one of the weight, whose rows follow one another.
-"""
+"""The fused buffer of a bucket as few strided views: what a gather copies into the weights, and
+what their gradients are copied into. A strip (`layout.strips`) is one strided view of the buffer,
+[slots, rows, ...], and one of the weight, whose rows follow one another."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from longshift.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class StripViews:
-    """Where a strip lies. `shape`: slots, rows of each, the other dims; `at`: where its rows lie in the rank's tensor of weight `name`."""
+    """Where a strip lies. `shape`: slots, rows of each, the other dims; `at`: where its rows lie in
+    the rank's tensor of weight `name`."""
 
     name: str
     strip: Strip
@@ -27,18 +28,24 @@ class StripViews:
     def in_buffer(self, buffer: Tensor) -> Tensor:
         """The strip of a fused buffer [slots, width], as a view of shape `shape`."""
         strip = self.strip
-        return buffer[strip.first : strip.last, strip.offset : strip.offset + prod(self.shape[1:])].view(self.shape)
+        return buffer[
+            strip.first : strip.last, strip.offset : strip.offset + prod(self.shape[1:])
+        ].view(self.shape)
 
     def in_weight(self, tensor: Tensor) -> Tensor:
-        """The strip of the rank's tensor of the weight, or of its gradient, as a view of shape `shape`."""
+        """The strip of the rank's tensor of the weight, or of its gradient, as a view of shape
+        `shape`."""
         return tensor[self.at].unflatten(0, self.shape[:2])
 
 
 class Strips:
-    """How one bucket lies in its fused buffer. Immutable. `slots`: one a holder where home is sharded, else one; `index`: this rank's;
-    `width`: elements of the largest; `own`: of this rank's."""
+    """How one bucket lies in its fused buffer. Immutable. `slots`: one a holder where home is
+    sharded, else one; `index`: this rank's; `width`: elements of the largest; `own`: of this
+    rank's."""
 
-    def __init__(self, bucket: Bucket, rank: int, boxes: Mapping[str, tuple[Box, ...]], spec: ModelSpec):
+    def __init__(
+        self, bucket: Bucket, rank: int, boxes: Mapping[str, tuple[Box, ...]], spec: ModelSpec
+    ):
         """`boxes`: of this rank's tensors, by weight."""
         self.bucket = bucket
         self.slots = len(bucket.holders) if bucket.sharded else 1

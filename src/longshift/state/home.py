@@ -1,16 +1,20 @@
-"""Home: the training state, once. Master weights, gradient sums and the optimizer's moments of the boxes that this rank keeps. Of
-weights that are not trained it keeps the values alone, in the compute format.
+"""Home: the training state, once. Master weights, gradient sums and the optimizer's moments of the
+boxes that this rank keeps. Of weights that are not trained it keeps the values alone, in the
+compute format.
 
-Where the boxes lie is `layout.placement`'s: ZeRO-0 keeps whole pieces on every holder, ZeRO-1..3 (arXiv 1910.02054) deal the rows of
-each piece over its holders. A bucket's boxes are one flat vector, weights that decay first, in the order of the fused collectives, so
-that a gather sends it and a reduction ends in it without rearranging.
+Where the boxes lie is `layout.placement`'s: ZeRO-0 keeps whole pieces on every holder, ZeRO-1..3
+(arXiv 1910.02054) deal the rows of each piece over its holders. A bucket's boxes are one flat
+vector, weights that decay first, in the order of the fused collectives, so that a gather sends it
+and a reduction ends in it without rearranging.
 
-    bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │      one master, one gradient, each moment of this shape
+    bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │
+             one master, one gradient, each moment of this shape
 
 Moments may be packed into fewer bits between updates (`state.moments`).
 
-Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), on disk (`state.records`), or some units are here and some
-there (`layout.home_tiers`). Wherever a unit lies, it is updated there: of what is on disk, that is host memory.
+Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), on disk
+(`state.records`), or some units are here and some there (`layout.home_tiers`). Wherever a unit
+lies, it is updated there: of what is on disk, that is host memory.
 """
 
 import hashlib
@@ -30,7 +34,13 @@ from torch import Tensor
 from longshift.dist.world import World
 from longshift.layout.blocks import CutBlocks, cut_blocks, scales_of
 from longshift.layout.box import Box
-from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tiers_of, trained_elements
+from longshift.layout.home_tiers import (
+    HomeTiers,
+    StateBytes,
+    early_units,
+    tiers_of,
+    trained_elements,
+)
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
@@ -50,8 +60,9 @@ BLOCK = (16, 512)  # rows and columns of a weight that are drawn at one time
 
 @dataclass
 class Shard:
-    """This rank's home of one bucket. `vectors`: "master", each moment, or its codes and scales, and where the unit is on disk "grad".
-    `grad` is None between steps where nothing has been reduced, and always where the bucket is frozen. Mutable."""
+    """This rank's home of one bucket. `vectors`: "master", each moment, or its codes and scales,
+    and where the unit is on disk "grad". `grad` is None between steps where nothing has been
+    reduced, and always where the bucket is frozen. Mutable."""
 
     bucket: Bucket
     boxes: tuple[tuple[str, Box], ...]
@@ -60,7 +71,8 @@ class Shard:
     vectors: Mapping[str, Vector]  # by kind
     grad: Tensor | None = None
     norms: tuple[Tensor, ...] = ()  # of a gradient sum on disk
-    packed: Mapping[str, PackedMoment] = field(default_factory=dict)  # moments by name, where they are packed
+    # Moments by name, where they are packed.
+    packed: Mapping[str, PackedMoment] = field(default_factory=dict)
     crossing: Crossing | None = None  # between a GPU and what lies outside it
     pinned: Tensor | None = None  # where a gradient sum goes, of a home in a GPU's host memory
 
@@ -84,8 +96,8 @@ class Shard:
             start += box.elements
 
     def receive(self, total: Tensor) -> None:
-        """Add a reduced gradient. Where it is the first, the sum is `total` itself; on disk, and in another memory, a copy of it, which is
-        there when home is `settled`."""
+        """Add a reduced gradient. Where it is the first, the sum is `total` itself; on disk, and in
+        another memory, a copy of it, which is there when home is `settled`."""
         if self.crossing is not None:
             add = self.grad is not None
             self.crossing.take(total, self.begin() if self.grad is None else self.grad, add)
@@ -129,20 +141,25 @@ class Home:
         packed: MomentFormat = "float32",
         early: bool = True,
     ):
-        """The home of this rank of a world, cut as `cut` is. `home_in`: where which units lie, on disk below `folder`. `rule`: of its
-        updates, None where there are none; its moments are `packed` into this format between them. `early`: whether units on disk may be
-        updated before the norm, unless gradients are scaled. Collective where moments are packed into float8."""
+        """The home of this rank of a world, cut as `cut` is. `home_in`: where which units lie, on
+        disk below `folder`. `rule`: of its updates, None where there are none; its moments are
+        `packed` into this format between them. `early`: whether units on disk may be updated before
+        the norm, unless gradients are scaled. Collective where moments are packed into float8."""
         self.spec = spec
         self.rank = world.rank
         self.home_in = home_in
         self.moments = rule.moments if rule else ()
         self.packed: MomentFormat = packed if self.moments else "float32"
         self.saved = saved_moments(self.moments, self.packed, precision.home)
-        self.records = Records(Path(folder or tempfile.gettempdir())) if "disk" in home_in.tiers else None
+        self.records = (
+            Records(Path(folder or tempfile.gettempdir())) if "disk" in home_in.tiers else None
+        )
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
 
         buckets = [bucket for bucket in buckets_of(spec, cut) if self.rank in bucket.holders]
-        state_bytes = StateBytes(precision.compute.itemsize, precision.home.itemsize, len(self.moments), self.packed)
+        state_bytes = StateBytes(
+            precision.compute.itemsize, precision.home.itemsize, len(self.moments), self.packed
+        )
         self.tiers = tiers_of(home_in, buckets, self.rank, state_bytes)
         slots = slots_in(self.tiers, buckets, self.rank, precision.compute.itemsize)
         self.crossing = crossing_of(world.device, slots) if slots else None
@@ -159,8 +176,15 @@ class Home:
         if self.records and self.packed == "float32" and early and not precision.scaled:
             units = early_units(self.tiers, trained_elements(spec, buckets, self.rank))
             kinds = ("master", *self.saved)
-            changed = [shard.vectors[kind] for unit in units for shard in self._learning(unit) for kind in kinds]
-            self.doubled = self.records.double([vector for vector in changed if isinstance(vector, DiskVector)], world.per_node)
+            changed = [
+                shard.vectors[kind]
+                for unit in units
+                for shard in self._learning(unit)
+                for kind in kinds
+            ]
+            self.doubled = self.records.double(
+                [vector for vector in changed if isinstance(vector, DiskVector)], world.per_node
+            )
             self.no_room = bool(changed) and not self.doubled
 
         self.cut: Mapping[int, CutBlocks] = {}
@@ -183,7 +207,9 @@ class Home:
         if self.records:
             self.records.close()
 
-    def _shard(self, bucket: Bucket, precision: Precision, device: torch.device, source: Source) -> Shard:
+    def _shard(
+        self, bucket: Bucket, precision: Precision, device: torch.device, source: Source
+    ) -> Shard:
         boxes = bucket.home(self.rank)
         tier = self.tiers[bucket.unit]
 
@@ -192,14 +218,19 @@ class Home:
         formats = {"master": (elements, precision.compute if bucket.frozen else precision.home)}
         if not bucket.frozen:
             blocks = sum(scales_of(box).elements for _, box in boxes)
-            formats |= {kind: (blocks if kind.endswith(SCALE) else elements, dtype) for kind, dtype in self.saved.items()}
+            formats |= {
+                kind: (blocks if kind.endswith(SCALE) else elements, dtype)
+                for kind, dtype in self.saved.items()
+            }
             formats |= {"grad": formats["master"]} if tier == "disk" else {}
         vectors: dict[str, Vector] = {}
         for kind, (size, dtype) in formats.items():
             if self.records is not None and tier == "disk":
                 vectors[kind] = self.records.vector(size, dtype)
             else:
-                vectors[kind] = Vector(torch.zeros(size, dtype=dtype, device=device if tier == "device" else "cpu"))
+                vectors[kind] = Vector(
+                    torch.zeros(size, dtype=dtype, device=device if tier == "device" else "cpu")
+                )
         decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
         shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors)
 
@@ -210,7 +241,9 @@ class Home:
             shard.packed = {name: self._packed(shard, name) for name in self.moments}
         if self.crossing is not None and tier != "device":
             shard.crossing = self.crossing
-            shard.pinned = self.crossing.pinned(shard.master) if tier == "host" and not bucket.frozen else None
+            shard.pinned = (
+                self.crossing.pinned(shard.master) if tier == "host" and not bucket.frozen else None
+            )
         fill(shard, source)
         vectors["master"].write()
         vectors["master"].ready()
@@ -224,7 +257,9 @@ class Home:
             boxes=[box for _, box in shard.boxes],
             format=self.packed,
             root=name in ROOTS and self.packed == "float8",
-            wide=torch.empty(shard.master.shape, dtype=shard.master.dtype, device=shard.master.device),
+            wide=torch.empty(
+                shard.master.shape, dtype=shard.master.dtype, device=shard.master.device
+            ),
             codes=shard.vectors[name].flat,
             scales=scales.flat if scales else None,
         )
@@ -242,7 +277,8 @@ class Home:
     # What operations of the program do with units on disk
 
     def read(self, unit: int, part: str) -> None:
-        """Start to bring the masters of a unit, its gradient sums as far as there are some, its masters and moments, or all of it."""
+        """Start to bring the masters of a unit, its gradient sums as far as there are some, its
+        masters and moments, or all of it."""
         for vector in self._vectors(unit, part):
             vector.read()
 
@@ -257,8 +293,8 @@ class Home:
             vector.evict()
 
     def write(self, unit: int, part: str) -> None:
-        """Start to write the gradient sums of a unit, whose norms are remembered; its masters and moments, to second places; or all of it,
-        whose gradient sums are done with."""
+        """Start to write the gradient sums of a unit, whose norms are remembered; its masters and
+        moments, to second places; or all of it, whose gradient sums are done with."""
         if part == "sums":
             self.settled()
         for shard in self._learning(unit):
@@ -284,8 +320,8 @@ class Home:
             moment.unpack()
 
     def pack(self, unit: int, world: World) -> None:
-        """Keep the codes of a unit's moments alone, if they were unpacked. Collective where home cuts blocks of the unit: see
-        `layout.blocks`."""
+        """Keep the codes of a unit's moments alone, if they were unpacked. Collective where home
+        cuts blocks of the unit: see `layout.blocks`."""
         number = self._wide.pop(unit, None)
         if number is None:
             return
@@ -316,8 +352,11 @@ class Home:
         for part, total in pairs:
             part.copy_(total)
 
-    def _cut_maxima(self, shard: Shard, name: str, blocks: CutBlocks, shared: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The maxima of blocks that home cuts, as far as a shard has a part of them, and their places among those of all ranks."""
+    def _cut_maxima(
+        self, shard: Shard, name: str, blocks: CutBlocks, shared: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The maxima of blocks that home cuts, as far as a shard has a part of them, and their
+        places among those of all ranks."""
         maxima = shard.vectors[name + SCALE].flat
         start = 0
         for weight, box in shard.boxes:
@@ -327,7 +366,9 @@ class Home:
             box_rows = tuple(slice(begin, end) for begin, end in zip(box.start[:-1], box.stop[:-1]))
             for index, column in enumerate(columns):
                 if scales and scales.start[-1] <= column < scales.stop[-1]:
-                    grid = shared[first:][: prod(leading) * len(columns)].view(*leading, len(columns))
+                    grid = shared[first:][: prod(leading) * len(columns)].view(
+                        *leading, len(columns)
+                    )
                     shard_maxima = maxima[start:][: scales.elements].view(scales.shape)
                     yield shard_maxima[..., column - scales.start[-1]], grid[..., index][box_rows]
             start += scales.elements
@@ -342,7 +383,9 @@ class Home:
         if part == "master":
             return [shard.vectors["master"] for shard in self.shards if shard.bucket.unit == unit]
         if part == "sums":
-            return [shard.vectors["grad"] for shard in self._learning(unit) if shard.grad is not None]
+            return [
+                shard.vectors["grad"] for shard in self._learning(unit) if shard.grad is not None
+            ]
         kinds = ("master", *self.saved, "grad") if part == "record" else ("master", *self.saved)
         return [shard.vectors[kind] for shard in self._learning(unit) for kind in kinds]
 
@@ -363,15 +406,22 @@ class Home:
         return None
 
     def squared_norm(self) -> Tensor:
-        """This rank's part of the squared global gradient norm, each element counted on one rank only: float64 scalar.
+        """This rank's part of the squared global gradient norm, each element counted on one rank
+        only: float64 scalar.
 
-        Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and in float64 beyond: a float64 copy of
-        a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
+        Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and
+        in float64 beyond: a float64 copy of a whole shard would cost its memory twice over.
+        Infinite where a float32 gradient is above 1e19."""
         self.settled()
         summed = [s for s in self.shards if s.owned and s.grad is not None]
         norms = [norm for s in summed for norm in (s.norms if s.on_disk else _norms(s.grad))]  # pyright: ignore[reportArgumentType]
         device = self.shards[0].master.device
-        return torch.cat([norm.to(device) for norm in norms] or [torch.zeros(1, device=device)]).double().square().sum()
+        return (
+            torch.cat([norm.to(device) for norm in norms] or [torch.zeros(1, device=device)])
+            .double()
+            .square()
+            .sum()
+        )
 
     def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
         """Names of the weights whose master, or gradient, has a value here that is not finite."""
@@ -394,13 +444,16 @@ def fill(shard: Shard, source: Source) -> None:
 
 
 def fingerprint(home: Home, world: World) -> int | None:
-    """A number that tells other weights that are not trained from these, whatever the layout: the sum of their bits, each weight's times a
-    number made from its name. None where all are trained. Collective."""
+    """A number that tells other weights that are not trained from these, whatever the layout: the
+    sum of their bits, each weight's times a number made from its name.
+    None where all are trained. Collective."""
     if not any(param.frozen for param in home.spec.params):
         return None
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     for shard in home.shards:
-        for name, _, view in shard.views(home.flat(shard, "master")) if shard.owned and shard.bucket.frozen else ():
+        for name, _, view in (
+            shard.views(home.flat(shard, "master")) if shard.owned and shard.bucket.frozen else ()
+        ):
             key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
             total += view.view(BITS[view.itemsize]).sum(dtype=torch.int64) * key
     return int(world.everyone.all_reduce(total))
@@ -410,13 +463,17 @@ def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
     """Norms of each NORM_RUN elements of a vector, and of what is left."""
     runs = len(x) // NORM_RUN
     rows = x[: runs * NORM_RUN].view(runs, NORM_RUN)
-    return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(x[runs * NORM_RUN :]).view(1)
+    return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(
+        x[runs * NORM_RUN :]
+    ).view(1)
 
 
 def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
-    """Initial weights by box. A value depends on the seed, the weight and its position alone, never on a layout: a weight is a grid of
-    blocks, each a stream of its own of the counter-based generator Philox, and a box takes its part of the blocks that it overlaps. Weights
-    that end in the residual stream are scaled by 1/sqrt(2 L) as in GPT-2, those of adapters as `spec.adapters` says."""
+    """Initial weights by box. A value depends on the seed, the weight and its position alone, never
+    on a layout: a weight is a grid of blocks, each a stream of its own of the counter-based
+    generator Philox, and a box takes its part of the blocks that it overlaps. Weights that end in
+    the residual stream are scaled by 1/sqrt(2 L) as in GPT-2,
+    those of adapters as `spec.adapters` says."""
 
     def source(name: str, box: Box) -> Tensor:
         param = spec.by_name[name]
@@ -443,7 +500,10 @@ def _blocks(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         return
     rows, columns = BLOCK if len(shape) > 1 else (BLOCK[0] * BLOCK[1], 1)
     sizes = (rows, columns, *shape[2:])[: len(shape)]
-    grid = (range(first // size, -(-last // size)) for first, last, size in zip(box.start, box.stop, sizes))
+    grid = (
+        range(first // size, -(-last // size))
+        for first, last, size in zip(box.start, box.stop, sizes)
+    )
     per_row = -(-shape[1] // columns) if len(shape) > 1 else 1
     for place in product(*grid):
         start = tuple(index * size for index, size in zip(place, sizes))

@@ -1,9 +1,11 @@
-"""The manifest of a checkpoint: what lies in its files, what the run was, and that this run wrote it.
+"""The manifest of a checkpoint: what lies in its files, what the run was, and that this run wrote
+it.
 
-[Note: the seal] A SHA-256 finds damage. Whoever changes a manifest can make its SHA-256 again, and a checkpoint of another run has a right
-one. The seal is an HMAC of the manifest with the run's identity. It shows that this run wrote it: a step, a cursor or a file that was
-changed by a program that does not have the identity is refused, and so is a checkpoint that was put here. A run folder that is moved or
-copied whole takes its identity with it.
+[Note: the seal] A SHA-256 finds damage. Whoever changes a manifest can make its SHA-256 again, and
+a checkpoint of another run has a right one. The seal is an HMAC of the manifest with the run's
+identity. It shows that this run wrote it: a step, a cursor or a file that was changed by a program
+that does not have the identity is refused, and so is a checkpoint that was put here. A run folder
+that is moved or copied whole takes its identity with it.
 """
 
 import hashlib
@@ -30,7 +32,8 @@ FORMAT = 2
 
 
 class SavedFile(BaseModel):
-    """One file of a checkpoint. `tensors` are its keys, "kind|weight|box"; `types` are theirs, by kind."""
+    """One file of a checkpoint. `tensors` are its keys, "kind|weight|box"; `types` are theirs, by
+    kind."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -65,7 +68,10 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     if not intact:
         raise CheckpointError(f"{path} is damaged: its own SHA-256 differs.{instead(folder)}")
     if body.get("format") != FORMAT:
-        message = f"{path} has format {shown(body.get('format'))}, this version of longshift reads {FORMAT}: use the one that wrote it."
+        message = (
+            f"{path} has format {shown(body.get('format'))}, this version of longshift reads"
+            f" {FORMAT}: use the one that wrote it."
+        )
         raise CheckpointError(message + instead(folder))
     seal = body.pop("seal", None)
     if body | {"seal": seal} != sealed(folder.parent.parent, body):
@@ -76,7 +82,10 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     except ValidationError as fault:
         first = fault.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is malformed: {where} is {shown(first['input'])}: {first['msg']}.{instead(folder)}") from None
+        raise CheckpointError(
+            f"{path} is malformed: {where} is {shown(first['input'])}:"
+            f" {first['msg']}.{instead(folder)}"
+        ) from None
 
 
 def new_identity() -> str:
@@ -90,8 +99,14 @@ def sealed(run: Path, body: dict[str, Any]) -> dict[str, Any]:
     try:
         identity = bytes.fromhex(path.read_text("utf-8"))
     except (OSError, ValueError) as fault:
-        raise CheckpointError(f"{path} cannot be read: {fault}. It goes with its checkpoints wherever they go; put it back") from None
-    return {"seal": hmac.new(identity, json.dumps(body, sort_keys=True).encode(), "sha256").hexdigest(), **body}
+        raise CheckpointError(
+            f"{path} cannot be read: {fault}. It goes with its checkpoints wherever they go; put it"
+            " back"
+        ) from None
+    return {
+        "seal": hmac.new(identity, json.dumps(body, sort_keys=True).encode(), "sha256").hexdigest(),
+        **body,
+    }
 
 
 def render(body: dict[str, Any]) -> str:
@@ -104,10 +119,13 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def instead(folder: Path) -> str:
-    """What may serve instead of the checkpoint `folder`: the newest before it, or of all where it is no step, that has a manifest."""
+    """What may serve instead of the checkpoint `folder`: the newest before it, or of all where it
+    is no step, that has a manifest."""
     match = re.fullmatch(r"step-([0-9]+)", folder.name)
     for step in reversed(steps_of(folder.parent)):
-        if (match is None or step < int(match[1])) and (folder.parent / f"step-{step}" / "manifest.json").is_file():
+        if (match is None or step < int(match[1])) and (
+            folder.parent / f"step-{step}" / "manifest.json"
+        ).is_file():
             latest = shlex.quote(str(folder.parent.parent / "LATEST"))
             return f" An older checkpoint may serve: echo step-{step} > {latest}"
     return f" There is no {'older' if match else 'other'} checkpoint of this run."

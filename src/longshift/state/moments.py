@@ -1,20 +1,27 @@
-"""Moments in fewer bits between updates: bf16, or eight-bit codes (e4m3) with a float32 scale a block (`layout.blocks`). An update takes
-place on float32 values, which exist for one unit at a time.
+"""Moments in fewer bits between updates: bf16, or eight-bit codes (e4m3) with a float32 scale a
+block (`layout.blocks`). An update takes place on float32 values,
+which exist for one unit at a time.
 
-    pack      y = x / scale, scale = max|x| of the block / 448;  code = e4m3(y)        of a second moment x is its square root
-    unpack    x = code * scale                                                         squared again
+    pack      y = x / scale, scale = max|x| of the block / 448;  code = e4m3(y)
+              of a second moment x is its square root
+    unpack    x = code * scale
+              of a second moment squared again
 
-[Note: square root] The second moment of a block spans more powers of ten than the 5 of e4m3. What is rounded to zero then divides its
-first moment by eps alone, and the weight is gone: plain codes give NaN within 400 steps of a noisy quadratic. Of square roots the codes
-span 10 powers of ten, and what is smaller keeps the smallest code: only what is zero is zero.
+[Note: square root] The second moment of a block spans more powers of ten than the 5 of e4m3. What
+is rounded to zero then divides its first moment by eps alone, and the weight is gone: plain codes
+give NaN within 400 steps of a noisy quadratic. Of square roots the codes span 10 powers of ten, and
+what is smaller keeps the smallest code: only what is zero is zero.
 
-[Note: rounding] An update moves a second moment by 5 % where beta is 0.95, its root by 2.5 %, and codes are 6 to 12 % apart: rounded to the
-nearest it would never fall. So of the values that lie between two codes a share goes up that is as large as their way to the upper one:
-before the bits that a code has not are cut off, a number below one unit of its last bit is added, one of 128 equally far apart that take
-turns from place to place in a block and from update to update. Rounding so has no bias, and gives the same bits everywhere.
+[Note: rounding] An update moves a second moment by 5 % where beta is 0.95, its root by 2.5 %, and
+codes are 6 to 12 % apart: rounded to the nearest it would never fall. So of the values that lie
+between two codes a share goes up that is as large as their way to the upper one: before the bits
+that a code has not are cut off, a number below one unit of its last bit is added, one of 128
+equally far apart that take turns from place to place in a block and from update to update. Rounding
+so has no bias, and gives the same bits everywhere.
 
-A block with a value that is not finite has an infinite scale ([Note: not finite] of `state.block_codec`), which is found where a moment in
-float32 would be, before a checkpoint, and gives values that are not finite.
+A block with a value that is not finite has an infinite scale ([Note: not finite] of
+`state.block_codec`), which is found where a moment in float32 would be, before a checkpoint, and
+gives values that are not finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,24 +42,36 @@ ROOTS = ("exp_avg_sq",)  # moments that are packed as square roots
 SCALE = ".scale"  # ends the name of a moment's scales
 
 
-def saved_moments(moments: Sequence[str], format: MomentFormat, home: torch.dtype) -> dict[str, torch.dtype]:
+def saved_moments(
+    moments: Sequence[str], format: MomentFormat, home: torch.dtype
+) -> dict[str, torch.dtype]:
     """Kinds of vectors that moments are kept as, and their types. `home`: the type of masters."""
     scales = {name + SCALE: torch.float32 for name in moments if format == "float8"}
     return {name: DTYPES.get(format, home) for name in moments} | scales
 
 
 class PackedMoment:
-    """A moment of a shard. Mutable. `codes`: an element each; `scales`: a block each, box by box, None where the format needs none; `wide`:
-    the moment in the home format, whose storage exists during an update."""
+    """A moment of a shard. Mutable. `codes`: an element each; `scales`: a block each, box by box,
+    None where the format needs none; `wide`: the moment in the home format, whose storage exists
+    during an update."""
 
-    def __init__(self, boxes: Sequence[Box], format: MomentFormat, root: bool, wide: Tensor, codes: Tensor, scales: Tensor | None):
+    def __init__(
+        self,
+        boxes: Sequence[Box],
+        format: MomentFormat,
+        root: bool,
+        wide: Tensor,
+        codes: Tensor,
+        scales: Tensor | None,
+    ):
         self.format: MomentFormat = format
         self.root = root
         self.wide = wide
         self.codes = codes
         self.scales = scales
         self.memory = Resized(wide)
-        self._runs: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # some rows at a time: column, moment, codes, scales
+        # Some rows at a time: column, moment, codes, scales.
+        self._runs: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
         start = first = 0
         for box in filter(None, boxes):
             blocks = scales_of(box)
@@ -62,7 +81,9 @@ class PackedMoment:
             if scales is None:
                 scale_runs = [None] * len(wide_runs)
             else:
-                scale_runs = scales[first:][: blocks.elements].view(-1, blocks.shape[-1]).split(rows)
+                scale_runs = (
+                    scales[first:][: blocks.elements].view(-1, blocks.shape[-1]).split(rows)
+                )
             self._runs += zip([box.start[-1]] * len(wide_runs), wide_runs, code_runs, scale_runs)
             start += box.elements
             first += blocks.elements
@@ -74,13 +95,15 @@ class PackedMoment:
             wide.copy_(decoded(codes, scales, column, self.root, wide.dtype))
 
     def measure(self) -> None:
-        """Let `scales` be the largest magnitudes that scales are made for, of this rank's parts of blocks."""
+        """Let `scales` be the largest magnitudes that scales are made for,
+        of this rank's parts of blocks."""
         for column, wide, _, scales in self._runs:
             if scales is not None:
                 scales.copy_(largest(wide, column, self.root))
 
     def pack(self, number: int) -> None:
-        """Keep codes alone, with the scales of blocks that were measured. `number`: of the update."""
+        """Keep codes alone, with the scales of blocks that were measured.
+        `number`: of the update."""
         if self.scales is not None:
             maxima_to_scales(self.scales)
         for column, wide, codes, scales in self._runs:
@@ -89,14 +112,16 @@ class PackedMoment:
 
 
 def largest(x: Tensor, column: int, root: bool) -> Tensor:
-    """The largest magnitude of each block, float32 [rows, blocks], of rows that begin in this column of the weight; of square roots where
-    `root`. Infinite where one is not finite."""
+    """The largest magnitude of each block, float32 [rows, blocks], of rows that begin in this
+    column of the weight; of square roots where `root`. Infinite where one is not finite."""
     blocks = in_blocks(x, column)
     maxima = (blocks.sqrt_() if root else blocks.abs_()).amax(-1).float()
     return torch.where(maxima.isfinite(), maxima, torch.inf)
 
 
-def encoded(x: Tensor, scales: Tensor | None, column: int, root: bool, format: MomentFormat, number: int) -> Tensor:
+def encoded(
+    x: Tensor, scales: Tensor | None, column: int, root: bool, format: MomentFormat, number: int
+) -> Tensor:
     """Codes of rows that begin in this column of the weight. [Note: rounding]"""
     y = in_blocks(x, column)
     y = y.sqrt_() if root else y
@@ -114,10 +139,14 @@ def encoded(x: Tensor, scales: Tensor | None, column: int, root: bool, format: M
 
 def turn(number: int, device: torch.device) -> Tensor:
     """By place in a block, whose turn of 0 to 127 it is in this update; int32."""
-    return (torch.arange(BLOCK, dtype=torch.int32, device=device) * 77 + 79 * number % BLOCK) % BLOCK
+    return (
+        torch.arange(BLOCK, dtype=torch.int32, device=device) * 77 + 79 * number % BLOCK
+    ) % BLOCK
 
 
-def decoded(codes: Tensor, scales: Tensor | None, column: int, root: bool, dtype: torch.dtype) -> Tensor:
+def decoded(
+    codes: Tensor, scales: Tensor | None, column: int, root: bool, dtype: torch.dtype
+) -> Tensor:
     """What codes of rows that begin in this column of the weight stand for."""
     if scales is None:
         return codes.to(dtype)
@@ -134,8 +163,9 @@ def converted(
     now: MomentFormat,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Values, or codes and scales, of a box of a moment in one format, from what was saved in another. `read`: a kind's saved values of a
-    box; `shape`: of the weight. Scales are those of whole blocks, whoever has the rest of them."""
+    """Values, or codes and scales, of a box of a moment in one format, from what was saved in
+    another. `read`: a kind's saved values of a box; `shape`: of the weight. Scales are those of
+    whole blocks, whoever has the rest of them."""
     # Blocks that the box has a part of are read, and coded, as a whole.
     wide_box = widen_to_blocks(box, shape)
     blocks = scales_of(box)

@@ -1,8 +1,9 @@
-"""The update at home, by one of the rules of `spec.rule`, after one global clip, and the learning-rate schedule.
+"""The update at home, by one of the rules of `spec.rule`, after one global clip, and the
+learning-rate schedule.
 
 torch's fused kernels, or a rule of the user's own, run over the flat vectors of home: norms and
-biases do not decay. The gradient norm is one number for the whole model: every element counts once, whatever the layout.
-"""
+biases do not decay. The gradient norm is one number for the whole model: every element counts once,
+whatever the layout."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ Read = Callable[[str, str, Box], Tensor]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by step: `warmup` steps up to `lr`, then `kind` down to `min_lr` at `steps`, all counted from update `begin`."""
+    """Learning rate by step: `warmup` steps up to `lr`, then `kind` down to `min_lr` at `steps`,
+    all counted from update `begin`."""
 
     lr: float
     steps: int
@@ -51,7 +53,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a shard that decay alike, and views of its vectors there. `updates`: how many AdamW has made of them, a scalar."""
+    """Elements of a shard that decay alike, and views of its vectors there. `updates`: how many
+    AdamW has made of them, a scalar."""
 
     shard: Shard
     place: slice
@@ -62,7 +65,8 @@ class Part:
 
 
 class Optimizer:
-    """A rule over home, which was made for its moments. Mutable: holds the moments, and `steps` done."""
+    """A rule over home, which was made for its moments. Mutable: holds the moments, and `steps`
+    done."""
 
     def __init__(self, home: Home, rule: Rule):
         assert home.moments == rule.moments
@@ -91,11 +95,15 @@ class Optimizer:
 
     @property
     def _divides(self) -> bool:
-        """Whether torch's kernels may apply the factor: they divide by a float32 number, which saves a pass over the gradients."""
-        return not self.rule.is_user_rule and all(shard.master.dtype == torch.float32 for shard in self.home.learning)
+        """Whether torch's kernels may apply the factor: they divide by a float32 number, which
+        saves a pass over the gradients."""
+        return not self.rule.is_user_rule and all(
+            shard.master.dtype == torch.float32 for shard in self.home.learning
+        )
 
     def update(self, lr: float, factor: float = 1.0) -> None:
-        """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
+        """One step with the gradients at home, times `factor`, which are dropped. Of a home that is
+        updated by unit, the units follow."""
         self._lr = lr
         self._factor = factor
         self.steps += 1
@@ -140,14 +148,16 @@ class Optimizer:
         return [shard for shard in self.home.learning if shard.bucket.unit in units]
 
     def update_early(self, unit: int, lr: float) -> None:
-        """The part of the next update for a unit on disk, as if its factor were 1. Masters and moments are in memory, and go to second
-        places in the file. Gradients stay, for an update with another factor would take them."""
+        """The part of the next update for a unit on disk, as if its factor were 1. Masters and
+        moments are in memory, and go to second places in the file. Gradients stay, for an update
+        with another factor would take them."""
         self._apply(self._of({unit}), lr, 1.0, self.steps + 1)
         self._early.add(unit)
 
     def update_unit(self, unit: int) -> None:
-        """The part of the last update, or of what was skipped, for a unit of a home that is updated by unit; of one on disk, records have
-        been read. Moments that are packed stay unpacked until `pack`."""
+        """The part of the last update, or of what was skipped, for a unit of a home that is updated
+        by unit; of one on disk, records have been read. Moments that are packed stay unpacked until
+        `pack`."""
         if self._factor is not None and self.home.packed != "float32":
             self.home.unpack(unit, self.steps)
         self._update(self._of({unit}))
@@ -187,11 +197,14 @@ class Optimizer:
             part.updates.fill_(float(steps))
 
     def state(self, changing: bool = False) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master" and of each moment; packed ones
-        are codes, and their scales, "MOMENT.scale", follow with boxes of blocks. Of what is on disk they are copies that last; or, where it
-        is for `changing` them, they last until the next is asked for. Scales are of blocks that begin in the shard's boxes; for `changing`
-        them, of all that it has a part of."""
-        assert not self._left | self._early, f"units {sorted(self._left | self._early)} are not updated yet"
+        """Every trained weight and box at home, whether this rank speaks for it, and its views of
+        "master" and of each moment; packed ones are codes, and their scales, "MOMENT.scale", follow
+        with boxes of blocks. Of what is on disk they are copies that last; or, where it is for
+        `changing` them, they last until the next is asked for. Scales are of blocks that begin in
+        the shard's boxes; for `changing` them, of all that it has a part of."""
+        assert not self._left | self._early, (
+            f"units {sorted(self._left | self._early)} are not updated yet"
+        )
         for shard in self.home.learning:
             flats = {kind: shard.vectors[kind].flat for kind in ("master", *self.home.saved)}
             with in_memory([shard.vectors[kind] for kind in flats], changing):
@@ -202,7 +215,8 @@ class Optimizer:
             yield from _views(shard, copies, changing)
 
     def restore(self, read: Read, was: MomentFormat) -> None:
-        """Take the moments of a checkpoint that keeps them in this format; masters are there. `read`: values of a kind, weight and box."""
+        """Take the moments of a checkpoint that keeps them in this format; masters are there.
+        `read`: values of a kind, weight and box."""
         for name, box, _, views in self.state(changing=True):
             for kind in self.home.moments if box else ():
                 if was == self.home.packed:
@@ -227,14 +241,20 @@ def _of_weight(read: Read, name: str, kind: str, box: Box) -> Tensor:
     return read(kind, name, box)
 
 
-def _fused(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], factor: float) -> None:
-    """Update parts of one device that decay alike by their gradients times `factor`. These are the kernels of torch.optim, which imports
-    torch's compiler: 1.3 s."""
+def _fused(
+    rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], factor: float
+) -> None:
+    """Update parts of one device that decay alike by their gradients times `factor`. These are the
+    kernels of torch.optim, which imports torch's compiler: 1.3 s."""
     masters = [part.master for part, _ in pairs]
     grads = [grad for _, grad in pairs]
     moments = [list(column) for column in zip(*(part.moments for part, _ in pairs))]
     # The kernels divide gradients by this number.
-    divisor = None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=masters[0].device)
+    divisor = (
+        None
+        if factor == 1.0
+        else torch.tensor(1.0 / factor, dtype=torch.float32, device=masters[0].device)
+    )
     if rule.name == "sgd":
         [momenta] = moments or [[]]
         torch._fused_sgd_(
@@ -272,7 +292,9 @@ def _fused(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tens
         )
 
 
-def _own_update(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], step: int) -> None:
+def _own_update(
+    rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], step: int
+) -> None:
     """Update parts that decay alike by a rule of the user's own."""
     own_rule = checked_rule(rule.name)
     for part, grad in pairs:
@@ -281,10 +303,12 @@ def _own_update(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part,
 
 
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
-    """torch's optimizer of a rule, or a rule of the user's own as one, over parameters or groups of them with a weight decay of their own;
-    its kernels fused, or one operation after another."""
+    """torch's optimizer of a rule, or a rule of the user's own as one, over parameters or groups of
+    them with a weight decay of their own; its kernels fused, or one operation after another."""
     if rule.is_user_rule:
-        return RuleOptimizer(checked_rule(rule.name), params, lr=0.0, weight_decay=rule.weight_decay)
+        return RuleOptimizer(
+            checked_rule(rule.name), params, lr=0.0, weight_decay=rule.weight_decay
+        )
     # Both take the same words; `foreach` beside `fused` would be refused.
     options = {"lr": 0.0, "weight_decay": rule.weight_decay, "fused": fused}
     if not fused:
@@ -295,15 +319,20 @@ def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Op
 
 
 def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> list[dict]:
-    """torch's groups of parameters: matrices decay, norms and biases do not. `weights` by canonical name."""
+    """torch's groups of parameters: matrices decay, norms and biases do not. `weights` by canonical
+    name."""
     decays: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, weight in weights.items():
         decays[spec.by_name[name].decay].append(weight)
-    return [{"params": decays[True], "weight_decay": rule.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
+    return [
+        {"params": decays[True], "weight_decay": rule.weight_decay},
+        {"params": decays[False], "weight_decay": 0.0},
+    ]
 
 
 def _halves(shard: Shard, rule: Rule) -> list[tuple[slice, float]]:
-    """The elements that decay, and those that do not, as far as there are any, with their weight decay."""
+    """The elements that decay, and those that do not, as far as there are any, with their weight
+    decay."""
     halves = [
         (slice(0, shard.decaying), rule.weight_decay),
         (slice(shard.decaying, shard.master.numel()), 0.0),
@@ -311,8 +340,11 @@ def _halves(shard: Shard, rule: Rule) -> list[tuple[slice, float]]:
     return [(place, decay) for place, decay in halves if place.stop > place.start]
 
 
-def _views(shard: Shard, flats: Mapping[str, Tensor], changing: bool) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-    """Of every box its views of these vectors; those of scales together with them where `changing`, else with a box of their own."""
+def _views(
+    shard: Shard, flats: Mapping[str, Tensor], changing: bool
+) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
+    """Of every box its views of these vectors; those of scales together with them where `changing`,
+    else with a box of their own."""
     start = first = 0
     for name, box in shard.boxes:
         blocks = scales_of(box)
@@ -327,6 +359,11 @@ def _views(shard: Shard, flats: Mapping[str, Tensor], changing: bool) -> Iterato
         if scales and not changing:
             # Two shards may have parts of a block: the one where it begins speaks for it.
             begun = blocks_starting_in(box)
-            yield name, begun, shard.owned, {kind: view[begun.within(blocks)] for kind, view in scales.items()}
+            yield (
+                name,
+                begun,
+                shard.owned,
+                {kind: view[begun.within(blocks)] for kind, view in scales.items()},
+            )
         start += box.elements
         first += blocks.elements

@@ -1,7 +1,7 @@
 """Which number formats a run uses, and dynamic loss scaling for float16.
 
-Weights are kept, gradients summed and moments updated in the home format; copies compute in the compute format. Paper: Mixed
-Precision Training (arXiv 1710.03740).
+Weights are kept, gradients summed and moments updated in the home format; copies compute in the
+compute format. Paper: Mixed Precision Training (arXiv 1710.03740).
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from longshift.spec.formats import FORMATS, PrecisionName, Wire
 
 @dataclass(frozen=True)
 class Precision:
-    """The number formats of a run. `compute`: of working copies and activations; `home`: of masters, gradient sums and moments; `wire`: of
-    what travels between them; `float8`: whether matmuls of blocks take factors of eight bits."""
+    """The number formats of a run. `compute`: of working copies and activations; `home`: of
+    masters, gradient sums and moments; `wire`: of what travels between them; `float8`: whether
+    matmuls of blocks take factors of eight bits."""
 
     compute: torch.dtype
     home: torch.dtype
@@ -24,7 +25,9 @@ class Precision:
     @classmethod
     def of(cls, name: PrecisionName, wire: Wire = Wire()) -> "Precision":  # noqa: B008  (frozen)
         formats = FORMATS[name]
-        return cls(getattr(torch, formats.compute), getattr(torch, formats.home), wire, formats.float8)
+        return cls(
+            getattr(torch, formats.compute), getattr(torch, formats.home), wire, formats.float8
+        )
 
     @property
     def scaled(self) -> bool:
@@ -34,7 +37,8 @@ class Precision:
 
 @dataclass
 class LossScale:
-    """The factor on the loss. Mutable. Halved when a gradient overflows (the step is skipped), doubled after `patience` good steps."""
+    """The factor on the loss. Mutable. Halved when a gradient overflows (the step is skipped),
+    doubled after `patience` good steps."""
 
     scale: float = 2.0**16
     good_steps: int = 0

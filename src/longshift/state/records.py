@@ -1,17 +1,20 @@
-"""Vectors of the training state, in memory or in a file of the rank of which only what is in use is in memory. ZeRO-Infinity
-(arXiv 2104.07857) for training states.
+"""Vectors of the training state, in memory or in a file of the rank of which only what is in use is
+in memory. ZeRO-Infinity (arXiv 2104.07857) for training states.
 
-    file     | bucket 0: master  moments  grad | bucket 1: ... | second places          a record a bucket, at page boundaries
-    memory              storage that comes with `hold` or `read` and goes with `evict`, or when `written` says that the file has it
+    file     | bucket 0: master  moments  grad | bucket 1: ... | second places
+             a record a bucket, at page boundaries
+    memory   storage that comes with `hold` or `read` and goes with `evict`, or when `written` says
+             that the file has it
 
     read ─── await read ─── in use ─── evict            not changed
                                   └─── write ─── await write      changed
 
-When is the program's (`program.step`). Bytes pass through a few buffers at page boundaries, so that the file system's cache is left out
-where it can be (O_DIRECT): it would keep a second copy of a state that does not fit into memory, and stop writers when it is full. The file
-is as large as it will ever be before the first step. Bytes an element: a home format for the
-master, each moment and the gradient sum; of a bucket that is not trained, the master in the compute format. Masters and moments have two
-places each where the disk has room ([Note: early updates] in `program.step`).
+When is the program's (`program.step`). Bytes pass through a few buffers at page boundaries, so that
+the file system's cache is left out where it can be (O_DIRECT): it would keep a second copy of a
+state that does not fit into memory, and stop writers when it is full. The file is as large as it
+will ever be before the first step. Bytes an element: a home format for the master, each moment and
+the gradient sum; of a bucket that is not trained, the master in the compute format. Masters and
+moments have two places each where the disk has room ([Note: early updates] in `program.step`).
 """
 
 import ctypes
@@ -54,15 +57,16 @@ class Vector:
         """Return when it is in memory."""
 
     def write(self, second: bool = False) -> None:
-        """Start to write it, to its second place where that is said. Nobody changes it until it is `written`."""
+        """Start to write it, to its second place where that is said.
+        Nobody changes it until it is `written`."""
 
     def written(self) -> None:
         """Return when the file has it, and give back its memory where nobody else holds it."""
 
 
 class DiskVector(Vector):
-    """A vector whose storage comes and goes, and where it lies in the file. Mutable. `users`: how many hold it; `second`: a place where
-    another state of it can lie meanwhile."""
+    """A vector whose storage comes and goes, and where it lies in the file. Mutable. `users`: how
+    many hold it; `second`: a place where another state of it can lie meanwhile."""
 
     def __init__(self, records: "Records", flat: Tensor, start: int):
         super().__init__(flat)
@@ -87,7 +91,9 @@ class DiskVector(Vector):
         if not self.users:
             self.ready()
             self.memory.hold()
-            self.moving = self.records.start(self.records.readers, self.records.read_piece, self.flat, self.start)
+            self.moving = self.records.start(
+                self.records.readers, self.records.read_piece, self.flat, self.start
+            )
             self.records.moved.fetched_bytes += self.flat.nbytes
         self.users += 1
 
@@ -99,7 +105,9 @@ class DiskVector(Vector):
         self.ready()
         start = self.second if second else self.start
         assert start is not None
-        self.moving = self.records.start(self.records.writers, self.records.write_piece, self.flat, start)
+        self.moving = self.records.start(
+            self.records.writers, self.records.write_piece, self.flat, start
+        )
         self.records.moved.put_bytes += self.flat.nbytes
 
     def written(self) -> None:
@@ -139,8 +147,9 @@ class Extent:
 
 
 class Records(DiskFile):
-    """The file of one rank. Mutable; `close` it. `direct`: whether the file system's cache is left out; `moved`: what was read and written.
-    Raises OutOfMemoryError where the disk is full, LongshiftError where it cannot be read."""
+    """The file of one rank. Mutable; `close` it. `direct`: whether the file system's cache is left
+    out; `moved`: what was read and written. Raises OutOfMemoryError where the disk is full,
+    LongshiftError where it cannot be read."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, "home", Moved())
@@ -154,16 +163,17 @@ class Records(DiskFile):
         vector = DiskVector(self, torch.empty(elements, dtype=dtype), self.end)
         if not self._grow(vector.room):
             raise OutOfMemoryError(
-                f"home: {self.folder} has no room for byte {self.end + vector.room} of this rank's training state: choose another "
-                "stream.folder, more ranks under ZeRO, or home: host"
+                f"home: {self.folder} has no room for byte {self.end + vector.room} of this rank's"
+                " training state: choose another stream.folder, more ranks under ZeRO, or home:"
+                " host"
             )
         self.end += vector.room
         self._largest = max(self._largest, vector.room)
         return vector
 
     def double(self, vectors: Sequence[DiskVector], ranks: int = 1) -> bool:
-        """Give vectors second places, if the disk has as much room again beside them, for all of the `ranks` that share it; whether it
-        has."""
+        """Give vectors second places, if the disk has as much room again beside them, for all of
+        the `ranks` that share it; whether it has."""
         room = sum(vector.room for vector in vectors)
         disk = os.statvfs(self.fileno())
         free_bytes = disk.f_bavail * disk.f_frsize
@@ -186,9 +196,11 @@ class Records(DiskFile):
             return False
         return True
 
-    def start(self, threads: ThreadPoolExecutor, copy: Callable[[Extent], None], flat: Tensor, start: int) -> list[Future]:
-        """Start to copy a vector from or to a place, piece by piece. There is a buffer for each thread, no larger than what is copied at
-        one time."""
+    def start(
+        self, threads: ThreadPoolExecutor, copy: Callable[[Extent], None], flat: Tensor, start: int
+    ) -> list[Future]:
+        """Start to copy a vector from or to a place, piece by piece. There is a buffer for each
+        thread, no larger than what is copied at one time."""
         if self._buffered < min(PIECE, self._largest):
             self._buffered = min(PIECE, self._largest)
             self._buffers = SimpleQueue()
@@ -196,7 +208,10 @@ class Records(DiskFile):
                 room = torch.empty(self._buffered + ALIGN, dtype=torch.uint8)
                 self._buffers.put(room[-room.data_ptr() % ALIGN :][: self._buffered])
         address, size = flat.data_ptr(), flat.nbytes
-        pieces = (Extent(address + first, min(PIECE, size - first), start + first) for first in range(0, size, PIECE))
+        pieces = (
+            Extent(address + first, min(PIECE, size - first), start + first)
+            for first in range(0, size, PIECE)
+        )
         return [threads.submit(copy, piece) for piece in pieces]
 
     @contextmanager
@@ -206,7 +221,10 @@ class Records(DiskFile):
         room = buffers.get()
         try:
             size = whole_pages(piece.nbytes)
-            yield room.data_ptr(), memoryview((ctypes.c_char * size).from_address(room.data_ptr())).cast("B")
+            yield (
+                room.data_ptr(),
+                memoryview((ctypes.c_char * size).from_address(room.data_ptr())).cast("B"),
+            )
         finally:
             buffers.put(room)
 

@@ -1,10 +1,13 @@
-"""A tensor whose storage comes and goes: views of it are made once, while there is storage, and are valid whenever there is again.
+"""A tensor whose storage comes and goes: views of it are made once, while there is storage, and are
+valid whenever there is again.
 
-Torch refuses to make a view of a tensor whose storage is too small for it; views that exist already are left alone.
+Torch refuses to make a view of a tensor whose storage is too small for it; views that exist already
+are left alone.
 
-[Note: large pages] The C library mostly maps what is large anew each time, and the kernel gives every page of it at its first use. In
-pages of 4 KiB a GiB cost 0.4 to 0.9 s of a processor where this was measured, as long as a fast disk takes for it; in pages of 2 MiB 0.1
-to 0.3 s. The kernel is asked for these.
+[Note: large pages] The C library mostly maps what is large anew each time, and the kernel gives
+every page of it at its first use. In pages of 4 KiB a GiB cost 0.4 to 0.9 s of a processor where
+this was measured, as long as a fast disk takes for it; in pages of 2 MiB 0.1 to 0.3 s. The kernel
+is asked for these.
 """
 
 import ctypes
@@ -46,10 +49,12 @@ class Resized:
 
 
 class Tensors(Resized, Generic[Key]):
-    """Tensors of these shapes, one after another in memory that comes and goes. Mutable. `views`: by key; they have a version counter
-    beside that of `flat`."""
+    """Tensors of these shapes, one after another in memory that comes and goes. Mutable. `views`:
+    by key; they have a version counter beside that of `flat`."""
 
-    def __init__(self, shapes: Mapping[Key, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, shapes: Mapping[Key, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ):
         sizes = [prod(shape) for shape in shapes.values()]
         super().__init__(torch.empty(sum(sizes), dtype=dtype, device=device))
         parts = self.flat.data.split(sizes)
@@ -57,9 +62,12 @@ class Tensors(Resized, Generic[Key]):
 
 
 def in_large_pages(address: int, size: int) -> None:
-    """Advise the kernel to take large pages for `size` bytes from `address` on; the kernel need not follow it."""
+    """Advise the kernel to take large pages for `size` bytes from `address` on; the kernel need not
+    follow it."""
     if sys.platform == "linux":
         # The kernel takes whole pages alone.
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE
+        )

@@ -1,12 +1,14 @@
-"""When the checkpoints of a run are written: in the background from a copy of the state where memory has room for one, else at once.
+"""When the checkpoints of a run are written: in the background from a copy of the state where
+memory has room for one, else at once.
 
     this thread   │ step 2 │ copy │ step 3        │ step 4 │ finish 2, copy │ step 5 ...
     another                       │ files of step 2 │                       │ files of step 4
 
-A rank's thread writes, syncs and hashes the rank's own files and speaks to no other rank. What ranks agree on, the manifest and the move of
-LATEST, is done by the ranks' own threads, after the first step at whose end every rank has written, and at the latest before the next
-checkpoint and at the end of the run. So collectives of a checkpoint never cross those of a step, and a failure to write ends the run with
-the error that it would end with at once.
+A rank's thread writes, syncs and hashes the rank's own files and speaks to no other rank. What
+ranks agree on, the manifest and the move of LATEST, is done by the ranks' own threads, after the
+first step at whose end every rank has written, and at the latest before the next checkpoint and at
+the end of the run. So collectives of a checkpoint never cross those of a step, and a failure to
+write ends the run with the error that it would end with at once.
 """
 
 from collections.abc import Mapping
@@ -28,11 +30,13 @@ from longshift.stream.tiers import Arena
 
 
 class StateCopy:
-    """Host memory for what a rank saves of its state, `nbytes` in all. Mutable: it is filled again for every checkpoint."""
+    """Host memory for what a rank saves of its state, `nbytes` in all. Mutable: it is filled again
+    for every checkpoint."""
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
-        views: dict[tuple[str, Box, str], Tensor] = {}  # without storage: on disk, only one shard is in memory at a time
+        # Without storage: on disk, only one shard is in memory at a time.
+        views: dict[tuple[str, Box, str], Tensor] = {}
         on_gpu = False
         for name, box, owned, kinds in optimizer.state():
             for kind, view in kinds.items() if owned and box else ():
@@ -42,7 +46,8 @@ class StateCopy:
         self._arena = Arena(self.nbytes) if on_gpu else None
         rest = self._arena.bytes if self._arena else torch.empty(self.nbytes, dtype=torch.uint8)
         self._copies: dict[tuple[str, Box, str], Tensor] = {}
-        for key, view in sorted(views.items(), key=lambda item: -item[1].itemsize):  # the widest first, so that all are aligned
+        # The widest first, so that all are aligned.
+        for key, view in sorted(views.items(), key=lambda item: -item[1].itemsize):
             part, rest = rest.split((view.nbytes, len(rest) - view.nbytes))
             self._copies[key] = part.view(view.dtype).view(view.shape)
 
@@ -51,7 +56,10 @@ class StateCopy:
         entries = []
         for name, box, owned, kinds in self._optimizer.state():
             if owned and box:
-                copies = {kind: self._copies[name, box, kind].copy_(view, non_blocking=True) for kind, view in kinds.items()}
+                copies = {
+                    kind: self._copies[name, box, kind].copy_(view, non_blocking=True)
+                    for kind, view in kinds.items()
+                }
                 entries.append((name, box, owned, copies))
         if self._arena:
             torch.cuda.synchronize()
@@ -59,8 +67,9 @@ class StateCopy:
 
 
 class Saver:
-    """Saves the checkpoints of a run; a context, which ends when the last of them is whole. Mutable: the one that is being written, and the
-    copy that it is written from. Collective, but for `busy`."""
+    """Saves the checkpoints of a run; a context, which ends when the last of them is whole.
+    Mutable: the one that is being written, and the copy that it is written from. Collective, but
+    for `busy`."""
 
     def __init__(self, run: Path, world: World, keep: int, background: bool):
         self.run = run
@@ -75,9 +84,16 @@ class Saver:
         """Whether this rank still writes."""
         return self._under_way is not None and not self._under_way.written
 
-    def save(self, step: int, optimizer: Optimizer, facts: Mapping[str, Any], best: int | None, last: bool) -> None:
-        """Save `step`, when the checkpoint before it is whole; at once where it is the last. The arguments, and what is raised, are those
-        of `checkpoint.save`."""
+    def save(
+        self,
+        step: int,
+        optimizer: Optimizer,
+        facts: Mapping[str, Any],
+        best: int | None,
+        last: bool,
+    ) -> None:
+        """Save `step`, when the checkpoint before it is whole; at once where it is the last. The
+        arguments, and what is raised, are those of `checkpoint.save`."""
         self.finish()
         if not last and self.background and self._copy is None:
             self._copy = self._allocate(optimizer)
@@ -101,8 +117,8 @@ class Saver:
         return None if any(self.world.gather_text(fault)) else copy
 
     def finish(self) -> None:
-        """Have the checkpoint that is being written take its place, if there is one. Raises CheckpointError where a rank could not
-        write."""
+        """Have the checkpoint that is being written take its place, if there is one. Raises
+        CheckpointError where a rank could not write."""
         under_way = self._under_way
         self._under_way = None  # also where it fails: it is not tried again
         if under_way:
@@ -111,9 +127,15 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Wait for the last checkpoint where all ranks end in the same way: well, or by a loss that is not finite, which stays the error.
-        An error of one rank alone leaves the checkpoint that is being written unfinished."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the last checkpoint where all ranks end in the same way: well, or by a loss that
+        is not finite, which stays the error. An error of one rank alone leaves the checkpoint that
+        is being written unfinished."""
         if kind is None:
             self.finish()
         elif kind is NonFiniteError or self.world.size == 1:

@@ -1,12 +1,16 @@
 """Plays a switch plan (`switch.plan`): what moves between two ranks at one time is one buffer.
 
-    exchange        0          1          2          3          Exchange i carries round 0 of bucket i and round 1 of bucket i - 1, which
-    bucket 0     round 0    round 1                             needs what arrived in exchange i - 1. So one exchange is under way at a
-    bucket 1                round 0    round 1                  time, on a group of its own, in one order on all ranks.
+    exchange        0          1          2          3
+    bucket 0     round 0    round 1
+    bucket 1                round 0    round 1
     bucket 2                           round 0    round 1
 
-A copy plan writes `wanted`, cast at the source; a sum plan adds. A slice that only passes through a rank stays in a buffer of its bucket.
-Bytes out of a rank, and its two fused buffers: the plan's.
+Exchange i carries round 0 of bucket i and round 1 of bucket i - 1, which needs what arrived in
+exchange i - 1. So one exchange is under way at a time, on a group of its own,
+in one order on all ranks.
+
+A copy plan writes `wanted`, cast at the source; a sum plan adds. A slice that only passes through a
+rank stays in a buffer of its bucket. Bytes out of a rank, and its two fused buffers: the plan's.
 """
 
 import time
@@ -26,13 +30,15 @@ from longshift.state.views import Views
 from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
 
-Part = Callable[[str, Box], Tensor | None]  # a view of a box of a weight; None where this rank does not have it
+# A view of a box of a weight; None where this rank does not have it.
+Part = Callable[[str, Box], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange on this rank's tensors. `local`: what it adds or copies to what on this rank itself; `sends` go out from `leaving`;
-    `coming`, by peer, goes to `receives`; `out` and `into` are the parts of the fused buffer that hold `leaving` and `coming`."""
+    """One exchange on this rank's tensors. `local`: what it adds or copies to what on this rank
+    itself; `sends` go out from `leaving`; `coming`, by peer, goes to `receives`; `out` and `into`
+    are the parts of the fused buffer that hold `leaving` and `coming`."""
 
     local: tuple[Views, Views]
     sends: Views
@@ -45,13 +51,23 @@ class Exchange:
 
 
 class Transfer:
-    """This rank's part of `plan`, to be played again and again: `begin`, then `post` and `take_in` each exchange in turn. `held` and
-    `wanted` are asked when an exchange is posted for the first time: what they give lasts, though its storage need not, besides the
-    gradient sums of `renewed`. Mutable.
+    """This rank's part of `plan`, to be played again and again: `begin`, then `post` and `take_in`
+    each exchange in turn. `held` and `wanted` are asked when an exchange is posted for the first
+    time: what they give lasts, though its storage need not,
+    besides the gradient sums of `renewed`. Mutable.
 
     Collective. Raises PeerError, before anything moves, when the ranks do not agree on the plan."""
 
-    def __init__(self, plan: Plan, world: World, group: Group, held: Part, wanted: Part, dtype: torch.dtype, renewed: Sequence[Shard] = ()):
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        group: Group,
+        held: Part,
+        wanted: Part,
+        dtype: torch.dtype,
+        renewed: Sequence[Shard] = (),
+    ):
         self.plan = plan
         self.group = group
         self.held = held
@@ -64,7 +80,8 @@ class Transfer:
         self.traffic = traffic(plan)
         self._exchanges: dict[int, Exchange] = {}
         self.arriving: tuple[Pending, Exchange] | None = None
-        self.passing: dict[int, Tensors[tuple[str, Box]]] = {}  # by bucket, what this rank only passes on
+        # By bucket, what this rank only passes on.
+        self.passing: dict[int, Tensors[tuple[str, Box]]] = {}
         self.fused: Resized | None = None
         self.exposed_s = 0.0
         self.under_way_s = 0.0
@@ -92,7 +109,8 @@ class Transfer:
             self.under_way_s += begin_s - self._posted_s
             pending.wait()
             self.arriving = None
-            for coming, receives in exchange.receives:  # peer by peer: two may add to the same target
+            # Peer by peer: two may add to the same target.
+            for coming, receives in exchange.receives:
                 self._put(receives.now(), coming)
         if number == self.plan.exchanges - 1 and self.fused is not None:
             self.fused.drop()
@@ -112,14 +130,18 @@ class Transfer:
         if (gone := self.passing.get(number - self.plan.rounds + 1)) is not None:
             gone.drop()
         if self.moving:
-            pending = self.group.trade(exchange.into, exchange.out, exchange.in_sizes, exchange.out_sizes)
+            pending = self.group.trade(
+                exchange.into, exchange.out, exchange.in_sizes, exchange.out_sizes
+            )
             self.arriving = (pending, exchange)
 
     def _make_room(self, number: int) -> None:
-        """Have storage for what only passes through, and for the fused buffer. All exchanges share that: memory is slow when it is touched
-        for the first time."""
+        """Have storage for what only passes through, and for the fused buffer. All exchanges share
+        that: memory is slow when it is touched for the first time."""
         if self.fused is None:
-            self.fused = Resized(torch.empty(self._max_elements(), dtype=self.dtype, device=self.device))
+            self.fused = Resized(
+                torch.empty(self._max_elements(), dtype=self.dtype, device=self.device)
+            )
         elif number == 0:
             self.fused.hold()
         if number in self.passing:
@@ -197,9 +219,17 @@ class Transfer:
     def _pass_through(self, bucket: int) -> None:
         """Make tensors for the slices of a bucket that this rank only passes on."""
         # What the last round brings stays here: only earlier rounds bring what passes through.
-        moves = [move for bucket_round in self.turns[bucket].rounds[:-1] for move in bucket_round.receives]
+        moves = [
+            move
+            for bucket_round in self.turns[bucket].rounds[:-1]
+            for move in bucket_round.receives
+        ]
         local_part = self.held if self.plan.sums else self.wanted
-        shapes = {(move.name, move.box): move.box.shape for move in moves if local_part(move.name, move.box) is None}
+        shapes = {
+            (move.name, move.box): move.box.shape
+            for move in moves
+            if local_part(move.name, move.box) is None
+        }
         if shapes:
             self.passing[bucket] = Tensors(shapes, self.dtype, self.device)
 
@@ -228,6 +258,6 @@ def _agree(plan: Plan, world: World) -> None:
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise PeerError(
-                f"rank {rank} plans another switch ({digest[:12]}) than rank 0 ({digests[0][:12]}); nothing was moved. All ranks need the "
-                "same config, longshift and numpy"
+                f"rank {rank} plans another switch ({digest[:12]}) than rank 0 ({digests[0][:12]});"
+                " nothing was moved. All ranks need the same config, longshift and numpy"
             )

@@ -1,9 +1,11 @@
-"""An optimizer rule of the user's own: arithmetic on flat vectors of weights, gradients and moments, element by element.
+"""An optimizer rule of the user's own: arithmetic on flat vectors of weights, gradients and
+moments, element by element.
 
-[Note: what a rule may do] Home cuts weights anywhere, lays them end to end, and updates them in any order, some before the norm is known.
-So an element's update depends on its own weight, gradient and moments, on the step and on the rates: no norm of a weight, no shape, no
-neighbour. What a rule remembers is in its moments, which are moved, packed, saved and resumed; gradients stay as they are, for an early
-update may be made again. All of it is tried once.
+[Note: what a rule may do] Home cuts weights anywhere, lays them end to end, and updates them in any
+order, some before the norm is known. So an element's update depends on its own weight, gradient and
+moments, on the step and on the rates: no norm of a weight, no shape, no neighbour. What a rule
+remembers is in its moments, which are moved, packed, saved and resumed; gradients stay as they are,
+for an early update may be made again. All of it is tried once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +44,8 @@ def update_in_pieces(
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """A rule as an optimizer of torch: a weight after another, each as a whole. `longshift check` compares layouts with it."""
+    """A rule as an optimizer of torch: a weight after another, each as a whole. `longshift check`
+    compares layouts with it."""
 
     def __init__(self, rule: Any, params: Any, lr: float, weight_decay: float):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -56,17 +59,26 @@ class RuleOptimizer(torch.optim.Optimizer):
                     continue
                 state = self.state[weight]
                 if not state:
-                    state |= {name: torch.zeros_like(weight) for name in self._rule.moments} | {"step": 0}
+                    state |= {name: torch.zeros_like(weight) for name in self._rule.moments} | {
+                        "step": 0
+                    }
                 state["step"] += 1
                 moments = {name: state[name].view(-1) for name in self._rule.moments}
                 gradient = weight.grad.reshape(-1)
-                self._rule.update(weight.view(-1), gradient, moments, state["step"], group["lr"], group["weight_decay"])
+                self._rule.update(
+                    weight.view(-1),
+                    gradient,
+                    moments,
+                    state["step"],
+                    group["lr"],
+                    group["weight_decay"],
+                )
 
 
 @lru_cache(maxsize=16)
 def checked_rule(text: str) -> Any:
-    """The rule that a config names "package.module:Rule", tried on random vectors. Raises UsageError where it is not elementwise, or
-    remembers something outside its moments."""
+    """The rule that a config names "package.module:Rule", tried on random vectors. Raises
+    UsageError where it is not elementwise, or remembers something outside its moments."""
     check = RuleCheck(text)
     check.run()
     return check.rule
@@ -79,7 +91,9 @@ class RuleCheck:
         self.text = text
         self.rule = load_rule(text)
         generator = torch.Generator().manual_seed(0)
-        self.start, *self.gradients = torch.randn(1 + CHECK_STEPS, CHECK_ELEMENTS, generator=generator, dtype=torch.float64)
+        self.start, *self.gradients = torch.randn(
+            1 + CHECK_STEPS, CHECK_ELEMENTS, generator=generator, dtype=torch.float64
+        )
 
     def run(self) -> None:
         """Raises UsageError that says what the rule may not do."""
@@ -97,15 +111,38 @@ class RuleCheck:
             raise
         except Exception as fault:
             error = describe_error(fault, split_object(self.text)[0])
-            raise self._fault(f"fails on random vectors of {CHECK_ELEMENTS} elements: {error}") from fault
-        self._compare(again, whole, "remembers something outside its moments, or draws random numbers: the same updates differ")
-        self._compare(one_by_one, whole, "is not elementwise: parts of a vector are updated otherwise than the whole")
-        self._compare(mixed, whole, "is not elementwise: the order of a vector's elements changes their updates")
-        self._compare(in_turn, whole, "remembers something outside its moments: vectors that are updated in turn differ from each alone")
+            raise self._fault(
+                f"fails on random vectors of {CHECK_ELEMENTS} elements: {error}"
+            ) from fault
+        self._compare(
+            again,
+            whole,
+            "remembers something outside its moments, or draws random numbers: the same updates"
+            " differ",
+        )
+        self._compare(
+            one_by_one,
+            whole,
+            "is not elementwise: parts of a vector are updated otherwise than the whole",
+        )
+        self._compare(
+            mixed,
+            whole,
+            "is not elementwise: the order of a vector's elements changes their updates",
+        )
+        self._compare(
+            in_turn,
+            whole,
+            "remembers something outside its moments: vectors that are updated in turn differ from"
+            " each alone",
+        )
 
-    def _train(self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float64, copies: bool = False) -> Tensor:
-        """Weight and moments [1 + moments, CHECK_ELEMENTS] after some steps, zero where no part is. `parts`:
-        indices of the elements of each vector; `copies`: every step has vectors of its own."""
+    def _train(
+        self, parts: Sequence[Tensor], dtype: torch.dtype = torch.float64, copies: bool = False
+    ) -> Tensor:
+        """Weight and moments [1 + moments, CHECK_ELEMENTS] after some steps, zero where no part is.
+        `parts`: indices of the elements of each vector; `copies`: every step has vectors of its
+        own."""
         vectors = []
         for part in parts:
             moments = [torch.zeros(len(part), dtype=dtype) for _ in self.rule.moments]
@@ -126,11 +163,20 @@ class RuleCheck:
         gradient_before = gradient.clone()
         self.rule.update(weight, gradient, named, step, CHECK_LR / step, CHECK_DECAY)
         if weight.equal(weight_before):
-            raise self._fault("does not change the weight: update it in place, as with weight.add_(...)")
+            raise self._fault(
+                "does not change the weight: update it in place, as with weight.add_(...)"
+            )
         if not gradient.equal(gradient_before):
-            raise self._fault("changes the gradient, which an update may need again; compute on a copy")
-        if list(named) != list(self.rule.moments) or any(x is not y for x, y in zip(named.values(), moments)):
-            raise self._fault('puts other tensors into its moments: change them in place, as with moments["m"].mul_(...)')
+            raise self._fault(
+                "changes the gradient, which an update may need again; compute on a copy"
+            )
+        if list(named) != list(self.rule.moments) or any(
+            x is not y for x, y in zip(named.values(), moments)
+        ):
+            raise self._fault(
+                "puts other tensors into its moments: change them in place, as with"
+                ' moments["m"].mul_(...)'
+            )
 
     def _compare(self, result: Tensor, expected: Tensor, reason: str) -> None:
         difference = float((result - expected).abs().max() / expected.abs().max().clamp_min(1.0))

@@ -1,10 +1,12 @@
-"""Stops of a step: one cut of the model each, where one or several layouts compute with the same copies.
+"""Stops of a step: one cut of the model each, where one or several layouts compute
+with the same copies.
 
     at home     the layout is cut as home is: fused collectives between its ranks (`state.copies`)
-    visiting    the copies come and go by switch plans between all ranks (`state.transfer`), from home and from whatever the stop before
-                holds; their gradient sums go home by the plan that would bring the weights from there, backwards
-    in rows     visiting, ZeRO-2 and 3: what comes and goes are the rows of each piece, dealt over its holders; they gather and reduce
-                among themselves as at home
+    visiting    the copies come and go by switch plans between all ranks (`state.transfer`), from
+                home and from whatever the stop before holds; their gradient sums go home by the
+                plan that would bring the weights from there, backwards
+    in rows     visiting, ZeRO-2 and 3: what comes and goes are the rows of each piece, dealt over
+                its holders; they gather and reduce among themselves as at home
 
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
@@ -28,14 +30,19 @@ from longshift.switch.itinerary import Cut, Itinerary
 
 
 class PlannedCopies(Copies):
-    """Copies that switches fill, unit by unit, and empty. Mutable. `sums` have storage from the first gradients on until they are home."""
+    """Copies that switches fill, unit by unit, and empty. Mutable. `sums` have storage from the
+    first gradients on until they are home."""
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
         self.sums: dict[int, Tensors[str]] = {}
         super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
-        shapes = {name: tuple(weight.shape) for name, weight in self.units[unit].weights.items() if weight.requires_grad}
+        shapes = {
+            name: tuple(weight.shape)
+            for name, weight in self.units[unit].weights.items()
+            if weight.requires_grad
+        }
         self.sums[unit] = Tensors(shapes, self.sum_format, self.world.device)
         self.sums[unit].drop()
 
@@ -66,11 +73,18 @@ class PlannedCopies(Copies):
 
 
 class RowCopies(AlignedCopies):
-    """Copies of a layout whose ranks gather and reduce rows among themselves; switches fill and empty these rows. Mutable."""
+    """Copies of a layout whose ranks gather and reduce rows among themselves; switches fill and
+    empty these rows. Mutable."""
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, precision: Precision):
         formats = replace(precision, home=precision.compute)
-        super().__init__(spec, cut, world, Home(spec, cut.layout, world, formats, lambda _, box: torch.zeros(box.shape)), precision)
+        super().__init__(
+            spec,
+            cut,
+            world,
+            Home(spec, cut.layout, world, formats, lambda _, box: torch.zeros(box.shape)),
+            precision,
+        )
         self.renewed = self.home.learning
         self._rows = [(shard.bucket.unit, Resized(shard.master)) for shard in self.home.shards]
         self.close(-1)
@@ -106,10 +120,17 @@ def copies_of(spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Pr
 
 
 class Switches:
-    """The transfers between home and copies that `itinerary` plans, each made when it is first wanted. Mutable: a cache. Its methods are
-    collective over `ranks`."""
+    """The transfers between home and copies that `itinerary` plans, each made when it is first
+    wanted. Mutable: a cache. Its methods are collective over `ranks`."""
 
-    def __init__(self, itinerary: Itinerary, home: Home, world: World, ranks: tuple[int, ...], precision: Precision):
+    def __init__(
+        self,
+        itinerary: Itinerary,
+        home: Home,
+        world: World,
+        ranks: tuple[int, ...],
+        precision: Precision,
+    ):
         self.itinerary = itinerary
         self.home = home
         self.world = world
@@ -118,7 +139,8 @@ class Switches:
         self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
 
     def bring(self, source: Copies | None, target: Copies) -> Transfer:
-        """The transfer that brings the weights of `target` from home and, where given, from what `source` holds."""
+        """The transfer that brings the weights of `target` from home and, where given, from what
+        `source` holds."""
         source_cut = source.cut if source else None
         key = (source_cut, target.cut)
         if key not in self._transfers:
@@ -129,11 +151,14 @@ class Switches:
 
             group = self.world.group(self.ranks, "weights")
             plan = self.itinerary.weights(source_cut, target.cut)
-            self._transfers[key] = Transfer(plan, self.world, group, held, target.part, self.precision.compute)
+            self._transfers[key] = Transfer(
+                plan, self.world, group, held, target.part, self.precision.compute
+            )
         return self._transfers[key].begin()
 
     def total(self, unit: int) -> None:
-        """Make home's gradient sums of a unit, of all where it is -1, where there are none; the others are there when it returns."""
+        """Make home's gradient sums of a unit, of all where it is -1, where there are none; the
+        others are there when it returns."""
         self.home.settled()
         for shard in self.home.learning:
             if shard.grad is None and unit in (-1, shard.bucket.unit):

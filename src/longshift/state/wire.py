@@ -1,16 +1,19 @@
-"""Fused buffers in fewer bits on the wire: what a rank codes of a bucket, and what the others make of it. Papers: ZeRO++ (arXiv 2306.10209:
-qwZ, qgZ), FP8-LM (arXiv 2310.18313).
+"""Fused buffers in fewer bits on the wire: what a rank codes of a bucket, and what the others make
+of it. Papers: ZeRO++ (arXiv 2306.10209: qwZ, qgZ), FP8-LM (arXiv 2310.18313).
 
-    gradients   the rank's sums ── code, a slot for each holder ── all-to-all ──> decode each, add in the order of ranks, in the home format
+    gradients   the rank's sums ── code, a slot for each holder ── all-to-all
+                ──> decode each, add in the order of ranks, in the home format
     weights     home rows ── code at the source ── all-gather ──> decode into the copies
 
-Eight bits are e4m3 codes, and a float32 scale for each block (`layout.blocks`) of the sender's part of a row: scale = max|x| / 448. Norms
-and biases travel as they are ([Note: wide vectors] of `layout.strips`). Bytes out of a rank, P holders: S (P-1) where a slot takes S bytes
+Eight bits are e4m3 codes, and a float32 scale for each block (`layout.blocks`) of the sender's part
+of a row: scale = max|x| / 448. Norms and biases travel as they are ([Note: wide vectors] of
+`layout.strips`). Bytes out of a rank, P holders: S (P-1) where a slot takes S bytes
 (`layout.strips.areas`), about W/P (1 + 4/128) of W elements.
 
-A gradient is coded once, by the rank that has it, and decoded once, by the owner of its row. Nothing is summed in fewer bits than home
-has, and no sum is coded. A rank's own part goes the same way, so that a sum does not depend on who owns it. A block with a value that is
-not finite arrives as NaN: the global norm is not finite then, as without codes.
+A gradient is coded once, by the rank that has it, and decoded once, by the owner of its row.
+Nothing is summed in fewer bits than home has, and no sum is coded. A rank's own part goes the same
+way, so that a sum does not depend on who owns it. A block with a value that is not finite arrives
+as NaN: the global norm is not finite then, as without codes.
 """
 
 from collections.abc import Iterator
@@ -26,7 +29,8 @@ from longshift.state.fused import Strips, StripViews
 
 
 class Coded:
-    """The slots of a bucket in eight bits. Immutable. `size`: bytes of a slot; `wide`: type of what travels as it is."""
+    """The slots of a bucket in eight bits. Immutable. `size`: bytes of a slot; `wide`: type of what
+    travels as it is."""
 
     def __init__(self, strips: Strips, wide: torch.dtype):
         self.strips = strips
@@ -50,16 +54,19 @@ class Coded:
         return out
 
     def summed(self, received: Tensor) -> Tensor:
-        """[own] in the format `wide`: the sum over holders, in their order, of what each sent of this rank's slot, received [holders,
-        size]."""
-        out = torch.empty(self.strips.width, dtype=self.wide, device=received.device)[: self.strips.own]
+        """[own] in the format `wide`: the sum over holders, in their order, of what each sent of
+        this rank's slot, received [holders, size]."""
+        out = torch.empty(self.strips.width, dtype=self.wide, device=received.device)[
+            : self.strips.own
+        ]
         for views, part in self._own(out):
             for rows in _runs(views.strip, len(received)):
                 add_in_order(part[rows], self._decoded(views.strip, received, rows, self.wide))
         return out
 
     def decode(self, views: StripViews, gathered: Tensor, out: Tensor) -> None:
-        """out [slots, rows, ...] = a strip of all slots as they were sent: gathered [slots, size]."""
+        """out [slots, rows, ...] = a strip of all slots as they were sent:
+        gathered [slots, size]."""
         strip = views.strip
         dtype = torch.promote_types(self.wide, torch.float32)
         slots = gathered[strip.first : strip.last]
@@ -71,7 +78,10 @@ class Coded:
         for views in self.strips.strips:
             strip = views.strip
             if strip.first <= self.strips.index < strip.last:
-                yield views, flat[strip.offset : strip.offset + strip.elements].view(views.shape[1:])
+                yield (
+                    views,
+                    flat[strip.offset : strip.offset + strip.elements].view(views.shape[1:]),
+                )
 
     def _encode(self, strip: Strip, x: Tensor, out: Tensor) -> None:
         """out [slots, size]: where x [slots, rows, ...] goes."""
@@ -81,7 +91,9 @@ class Coded:
         scales = self._scales(strip, out)
         codes = self._codes(strip, out)
         for rows in _runs(strip, len(x)):
-            block_codec.encode(x[:, rows], strip.piece.box.start[-1], scales[:, rows], codes[:, rows])
+            block_codec.encode(
+                x[:, rows], strip.piece.box.start[-1], scales[:, rows], codes[:, rows]
+            )
 
     def _decoded(self, strip: Strip, packed: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
         """[n, rows, ...]: some rows of a strip, of packed [n, size]."""
@@ -100,7 +112,9 @@ class Coded:
         start = self.areas.scales + 4 * strip.scale_offset
         size = 4 * strip.rows * strip.scales
         row_shape = scales_of(strip.piece.box).shape[1:]
-        return packed[:, start : start + size].view(torch.float32).view((-1, strip.rows, *row_shape))
+        return (
+            packed[:, start : start + size].view(torch.float32).view((-1, strip.rows, *row_shape))
+        )
 
     def _codes(self, strip: Strip, packed: Tensor) -> Tensor:
         start = self.areas.codes + strip.wire_offset
@@ -127,8 +141,11 @@ class Rounded:
         return out[: self.strips.own]
 
 
-def sent_gradients(format: GradientWire, strips: Strips, wide: torch.dtype) -> Coded | Rounded | None:
-    """How the gradients of a bucket travel, whose sums have the format `wide`; None: as they are."""
+def sent_gradients(
+    format: GradientWire, strips: Strips, wide: torch.dtype
+) -> Coded | Rounded | None:
+    """How the gradients of a bucket travel, whose sums have the format `wide`;
+    None: as they are."""
     if format == "float32":
         return None
     return Rounded(strips, wide) if format == "bf16" else Coded(strips, wide)

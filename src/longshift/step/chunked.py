@@ -1,17 +1,19 @@
 """Streaming: plays the events of `schedule.chunks` over the seams of a unit.
 
-Papers: FPDT (arXiv 2408.16978); the exact backward of a part of attention from its global output and log-sum-exp is FlashAttention's (arXiv
-2205.14135).
+Papers: FPDT (arXiv 2408.16978); the exact backward of a part of attention from its global output
+and log-sum-exp is FlashAttention's (arXiv 2205.14135).
 
-Sharding as without chunks, chunk by chunk: x[T_u.t, D] of a chunk's T tokens, q[T, N_u, H] inside attention, each document piece cut for
-the ring. The residual stream and its gradient lie in a tier between units, by (unit, chunk).
+Sharding as without chunks, chunk by chunk: x[T_u.t, D] of a chunk's T tokens, q[T, N_u, H] inside
+attention, each document piece cut for the ring. The residual stream and its gradient lie in a tier
+between units, by (unit, chunk).
 
     tier    x_c ......... kv_j ......... o_c, y_c          bytes: `schedule.chunks.buffer_bytes`
              │             │               │
     device   qkv ─ heads ─ attend, j <= c ─ tokens ─ out, mlp
 
-Segments are autograd graphs of their own, from detached inputs: qkv, the exchange of tokens for heads, the one back, out and mlp. Attention
-is differentiated by hand: dq_c and dkv_j grow in at least float32 from pair to pair; the weights' gradients from chunk to chunk.
+Segments are autograd graphs of their own, from detached inputs: qkv, the exchange of tokens for
+heads, the one back, out and mlp. Attention is differentiated by hand: dq_c and dkv_j grow in at
+least float32 from pair to pair; the weights' gradients from chunk to chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +37,8 @@ from longshift.stream.trace import Recorder
 
 
 class ChunkedPacks(Runner):
-    """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate` adds the gradients on a unit's weights to
-    their sums; `watch` sees each event begin."""
+    """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate`
+    adds the gradients on a unit's weights to their sums; `watch` sees each event begin."""
 
     def __init__(self, *how: Any, tier: Tier, ahead: int, accumulate: Callable[[int], object]):
         super().__init__(*how)
@@ -50,7 +52,9 @@ class ChunkedPacks(Runner):
 
         @lru_cache(maxsize=8)
         def lists_of(cut: Any, window: int | None, learns: bool) -> EventLists:
-            return event_lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window, learns)
+            return event_lists(
+                self.spec, self.layout, self.at, cut, compute_bytes, ahead, window, learns
+            )
 
         self._lists = lists_of
 
@@ -59,7 +63,9 @@ class ChunkedPacks(Runner):
         return self._lists(pack.chunks, self.spec.window(unit), self.learns)
 
     def load(self, micro: int, pack: HostPack) -> None:
-        self.loaded[micro] = ChunkedPack(self.spec, pack, self.layout, self.world.rank, self.precision.compute, self.world.device)
+        self.loaded[micro] = ChunkedPack(
+            self.spec, pack, self.layout, self.world.rank, self.precision.compute, self.world.device
+        )
 
     def received(self, op: Op, x: Tensor) -> None:
         self.crossing[op.micro, op.chunk, op.turn] = x
@@ -68,21 +74,26 @@ class ChunkedPacks(Runner):
         return self.crossing.pop((op.micro, op.chunk, op.turn))
 
     def compute(self, op: Op) -> None:
-        """Play one turn of a unit: from what is in the tier on one side of it to what is on the other."""
+        """Play one turn of a unit: from what is in the tier on one side of it to what is on the
+        other."""
         player = ChunkPlayer(self, op.unit, op.micro)
         with torch.no_grad():  # what has gradients says so
             player.run(self.lists(self.loaded[op.micro], op.unit).by_turn[op.turn])  # pyright: ignore[reportArgumentType]
 
     def arrive(self, op: Op) -> None:
-        """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
+        """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its
+        gradient after the unit."""
         x = self.crossing.pop((op.micro, op.chunk, op.turn))
         name, unit = ("g", op.unit + 1) if op.turn == "backward" else ("h", op.unit)
         orders = self.lists(self.loaded[op.micro], op.unit).orders
-        for chunk, part in enumerate(self.split(x, [order.local_tokens // self.layout.contiguous_ranks for order in orders])):
+        for chunk, part in enumerate(
+            self.split(x, [order.local_tokens // self.layout.contiguous_ranks for order in orders])
+        ):
             self.tier.put((op.micro, unit, name, chunk), part)
 
     def depart(self, op: Op) -> None:
-        """Give what another stage needs: x after the unit, its gradient before it. [Note: stage boundaries] All of it is on the device."""
+        """Give what another stage needs: x after the unit, its gradient before it. [Note: stage
+        boundaries] All of it is on the device."""
         name, unit = ("g", op.unit) if op.turn == "backward" else ("h", op.unit + 1)
         keys = [(op.micro, unit, name, chunk) for chunk in range(len(self.loaded[op.micro]))]
         parts = [self.tier.fetch(key)()[0] for key in keys]
@@ -108,7 +119,9 @@ class Segment(NamedTuple):
 
     def back(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the inputs, which leaves those of the weights on them."""
-        torch.autograd.backward(list(self.outputs), [g.to(y.dtype) for g, y in zip(grads, self.outputs)])
+        torch.autograd.backward(
+            list(self.outputs), [g.to(y.dtype) for g, y in zip(grads, self.outputs)]
+        )
         return [x.grad for x in self.inputs if x.grad is not None]
 
 
@@ -121,7 +134,8 @@ def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
 
 
 class ChunkPlayer:
-    """A list of events, played on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
+    """A list of events, played on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of
+    tensors or a Segment."""
 
     def __init__(self, runner: ChunkedPacks, unit: int, micro: int):
         self.runner = runner
@@ -196,12 +210,15 @@ class ChunkPlayer:
         return self.ops.groups["ring"]
 
     def _pairs(self, c: int, j: int) -> Callable[[int], Sequence[ring.Pair]]:
-        """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs, in schedule.chunks]"""
+        """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs,
+        in schedule.chunks]"""
         index = self.ring_group.index
         if c == j:
             return partial(ring.pairs, self.orders[c], index, window=self.window)
         distance = self.pack.chunks[c][0].start - self.pack.chunks[j][-1].start
-        return lambda sender: ring.pairs_across(self.orders[c], index, self.orders[j], sender, distance, self.window)
+        return lambda sender: ring.pairs_across(
+            self.orders[c], index, self.orders[j], sender, distance, self.window
+        )
 
     # Operations of a block
 
@@ -224,9 +241,13 @@ class ChunkPlayer:
 
     def to_heads(self, event: Event) -> None:
         """Exchange the chunk's tokens for heads."""
-        self._heads(event, self._graph("exchange", event, self.ops.to_heads, *self.live["qkv", event.chunk]))
+        self._heads(
+            event, self._graph("exchange", event, self.ops.to_heads, *self.live["qkv", event.chunk])
+        )
 
-    def _graph(self, name: str, event: Event, function: Callable[..., Any], *inputs: Tensor) -> Sequence[Tensor]:
+    def _graph(
+        self, name: str, event: Event, function: Callable[..., Any], *inputs: Tensor
+    ) -> Sequence[Tensor]:
         """The function's outputs; with their graph as a buffer, where the event is to write it."""
         if (name, event.chunk) not in event.writes:
             with torch.no_grad():
@@ -239,7 +260,8 @@ class ChunkPlayer:
         q, k, v = (t.detach() for t in qkv)
         if ("q", event.chunk) in event.writes:
             self.live["kv", event.chunk] = (torch.stack((k, v)),)
-            self.live["q", event.chunk] = (q if qkv[0].requires_grad else q.contiguous(),)  # a view would keep all that arrived
+            # A view would keep all that arrived.
+            self.live["q", event.chunk] = (q if qkv[0].requires_grad else q.contiguous(),)
 
     def attend(self, event: Event) -> None:
         """Fold the attention of chunk c to the keys of chunk j into its output."""
@@ -255,14 +277,18 @@ class ChunkPlayer:
                 q.new_empty(q.shape[:2], dtype=sum_dtype),
             )
         out, lse = self.live["o", c]
-        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, is_first)
+        ring.forward_into(
+            out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, is_first
+        )
         last_keys = c - 1 if self.sees[c] < c else c
         if j == last_keys:
             self.live["o", c] = (out.to(q.dtype), lse)
 
     def to_tokens(self, event: Event) -> None:
         """Exchange heads for tokens, with the graph."""
-        self.live["o_tokens", event.chunk] = _segment(self.ops.to_tokens, self._one("o", event.chunk))
+        self.live["o_tokens", event.chunk] = _segment(
+            self.ops.to_tokens, self._one("o", event.chunk)
+        )
 
     def _tail(self, x: Tensor, o: Tensor) -> Tensor:
         """Attention's output projection and the MLP."""
@@ -270,12 +296,18 @@ class ChunkPlayer:
 
     def _o(self, c: int) -> Tensor:
         """The output of attention as the rest of the block takes it."""
-        return self.live["o_tokens", c].outputs[0] if ("o_tokens", c) in self.live else self._one("o", c)
+        return (
+            self.live["o_tokens", c].outputs[0]
+            if ("o_tokens", c) in self.live
+            else self._one("o", c)
+        )
 
     def tail(self, event: Event) -> None:
         """What follows attention in a block, without a graph."""
         with torch.no_grad():
-            self.live["y", event.chunk] = (self._tail(self._one("x", event.chunk), self._o(event.chunk)),)
+            self.live["y", event.chunk] = (
+                self._tail(self._one("x", event.chunk), self._o(event.chunk)),
+            )
 
     def tail_back(self, event: Event) -> None:
         """Its gradients, from a graph that is made again."""
@@ -285,7 +317,9 @@ class ChunkPlayer:
             self.live[buffer] = (grad,)
 
     def to_tokens_back(self, event: Event) -> None:
-        self.live["do", event.chunk] = tuple(self.live["o_tokens", event.chunk].back([self._one("do_tokens", event.chunk)]))
+        self.live["do", event.chunk] = tuple(
+            self.live["o_tokens", event.chunk].back([self._one("do_tokens", event.chunk)])
+        )
 
     def attend_back(self, event: Event) -> None:
         """Add the gradients of a pair of chunks to dq of chunk c and dk, dv of chunk j."""
@@ -301,16 +335,24 @@ class ChunkPlayer:
         dkv = self._one("dkv", j)
         do = self._one("do", c)
         o, lse = self.live["o", c]
-        ring.backward_into(dq, dkv, do, q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring_group)
+        ring.backward_into(
+            dq, dkv, do, q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring_group
+        )
 
     def to_heads_back(self, event: Event) -> None:
         c = event.chunk
-        self.live["dqkv", c] = tuple(self.live["exchange", c].back([self._one("dq", c), *self._one("dkv", c)]))
+        self.live["dqkv", c] = tuple(
+            self.live["exchange", c].back([self._one("dq", c), *self._one("dkv", c)])
+        )
 
     def qkv_back(self, event: Event) -> None:
         """The gradient of the residual stream before the block."""
         c = event.chunk
-        grads = self.live["dqkv", c] if ("dqkv", c) in self.live else (self._one("dq", c), *self._one("dkv", c))
+        grads = (
+            self.live["dqkv", c]
+            if ("dqkv", c) in self.live
+            else (self._one("dq", c), *self._one("dkv", c))
+        )
         (dx,) = self.live["graph", c].back(grads)
         self.live["dx", c] = (dx.add_(self._one("dr", c)),)  # the graph keeps it too
 
@@ -318,7 +360,9 @@ class ChunkPlayer:
 
     def embed(self, event: Event) -> None:
         with torch.no_grad():
-            self.live["y", event.chunk] = (self.module(None, self.pack.micros[event.chunk], self.ops),)
+            self.live["y", event.chunk] = (
+                self.module(None, self.pack.micros[event.chunk], self.ops),
+            )
 
     def embed_back(self, event: Event) -> None:
         with torch.enable_grad():
@@ -334,10 +378,16 @@ class ChunkPlayer:
         if event.keys == 0:
             self.live["dx", c] = (torch.empty_like(x),)
         dx = self._one("dx", c)
-        self.runner.counts(loss_of_rows(self.module, x, dx, self.pack.micros[c], self.ops, event.keys, self.runner.seed))
+        self.runner.counts(
+            loss_of_rows(
+                self.module, x, dx, self.pack.micros[c], self.ops, event.keys, self.runner.seed
+            )
+        )
 
     def score(self, event: Event) -> None:
         """Loss of a block of rows of a chunk."""
         assert isinstance(self.module, Head)
         micro = self.pack.micros[event.chunk]
-        self.runner.counts(score_of_rows(self.module, self._one("x", event.chunk), micro, self.ops, event.keys))
+        self.runner.counts(
+            score_of_rows(self.module, self._one("x", event.chunk), micro, self.ops, event.keys)
+        )

@@ -14,12 +14,17 @@ from longshift.parallel.tensor import TensorSeams
 from longshift.parallel.ulysses import UlyssesSeams
 from longshift.spec.model import ModelSpec
 
-SEAMS: Mapping[str, type[LayoutOps]] = {"tp": TensorSeams, "ulysses": UlyssesSeams, "ring": RingSeams}
+SEAMS: Mapping[str, type[LayoutOps]] = {
+    "tp": TensorSeams,
+    "ulysses": UlyssesSeams,
+    "ring": RingSeams,
+}
 
 
 def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
-    """Make every communicator that the layout needs, in one order on all ranks. [Note: communicators] Each purpose has its own: on NCCL one
-    communicator is one queue, in which tokens of attention would wait behind the next unit's weights."""
+    """Make every communicator that the layout needs, in one order on all ranks. [Note:
+    communicators] Each purpose has its own: on NCCL one communicator is one queue, in which tokens
+    of attention would wait behind the next unit's weights."""
     holders = sorted({bucket.holders for bucket in buckets(spec, layout)})
     for axis in axes.token_axes():
         world.prepare(layout.groups(axis.name), axis.name)
@@ -31,8 +36,9 @@ def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
 
 
 def layout_ops(spec: ModelSpec, layout: Layout, world: World, kernel: Kernel) -> LayoutOps:
-    """The seams of a rank, with what each axis of more than one rank inserts. Outermost first, as `layout.axes` orders them: tensor
-    parallelism around whole halves of a block, then Ulysses, then the ring."""
+    """The seams of a rank, with what each axis of more than one rank inserts. Outermost first, as
+    `layout.axes` orders them: tensor parallelism around whole halves of a block, then Ulysses, then
+    the ring."""
     used = tuple(axis.name for axis in axes.token_axes() if layout.degree(axis.name) > 1)
     return _composed(used)(spec, layout, world, kernel)
 

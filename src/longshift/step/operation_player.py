@@ -1,4 +1,5 @@
-"""One table from kinds of operations to what they do on a rank: on its tensors (`step.player`), or on bytes alone (`weigh.ledger`)."""
+"""One table from kinds of operations to what they do on a rank: on its tensors (`step.player`), or
+on bytes alone (`weigh.ledger`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -9,8 +10,8 @@ from longshift.program.operations import Op
 
 
 class OperationPlayer(ABC):
-    """A rank's runners, cuts of the model and home, and the messages and switches that are under way. Mutable. `home` and `packs`, by visit
-    and micro-batch, are set by who plays."""
+    """A rank's runners, cuts of the model and home, and the messages and switches that are under
+    way. Mutable. `home` and `packs`, by visit and micro-batch, are set by who plays."""
 
     home: Any
     world: Any = None
@@ -89,7 +90,9 @@ class OperationPlayer(ABC):
         self._runner_of(op).received(op, buffer)
 
     def _send(self, op: Op) -> None:
-        self._sending[op.number] = self._group(op).send(self._runner_of(op).to_send(op).contiguous(), op.peer, op.number)
+        self._sending[op.number] = self._group(op).send(
+            self._runner_of(op).to_send(op).contiguous(), op.peer, op.number
+        )
 
     def _await_send(self, op: Op) -> None:
         self._sending.pop(op.number).wait()

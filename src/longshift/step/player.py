@@ -1,7 +1,8 @@
 """The player: what the operations of a program do on this rank's tensors.
 
-What differs between layouts is in the program; here is no choice among them. A rank keeps a `Runner` for every layout of the run, and the
-layouts' working copies by cut of the model (`state.visit`).
+What differs between layouts is in the program; here is no choice among them. A rank keeps a
+`Runner` for every layout of the run, and the layouts' working copies by cut of the model
+(`state.visit`).
 """
 
 import time
@@ -46,9 +47,9 @@ from longshift.workload.groups import Edge, LengthGroup, length_groups
 
 @dataclass
 class Visited:
-    """One group of a step, as this rank saw it. Seconds: of all, of switching with nothing else going on, of exchanges under way
-    meanwhile; bytes: that the switch and the gradients' way home sent inside and between nodes, of all ranks; `moved`: what its tier did,
-    where it has one."""
+    """One group of a step, as this rank saw it. Seconds: of all, of switching with nothing else
+    going on, of exchanges under way meanwhile; bytes: that the switch and the gradients' way home
+    sent inside and between nodes, of all ranks; `moved`: what its tier did, where it has one."""
 
     group: LengthGroup
     tokens: int
@@ -62,8 +63,9 @@ class Visited:
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A step before it is played: its groups in visiting order, the lengths of its documents, its visits, and this rank's tokens of each
-    pack that its program loads, by visit and micro-batch. `learns`: whether it has what only gradients need."""
+    """A step before it is played: its groups in visiting order, the lengths of its documents, its
+    visits, and this rank's tokens of each pack that its program loads, by visit and micro-batch.
+    `learns`: whether it has what only gradients need."""
 
     groups: Sequence[LengthGroup]
     lengths: Sequence[int]
@@ -78,7 +80,8 @@ def leave_alone(unit: int, early: bool, loss_sum: float, squared_norm: float) ->
 
 
 class Player(OperationPlayer):
-    """Plays programs on this rank. Mutable: it knows where the step is, and what has begun to move."""
+    """Plays programs on this rank. Mutable: it knows where the step is, and what has begun to
+    move."""
 
     def __init__(
         self,
@@ -93,9 +96,9 @@ class Player(OperationPlayer):
         links: Links | None = None,
         compile: bool = False,
     ):
-        """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`. `links`: equal on all ranks
-        (`switch.links.agreed`); assumed ones where None. `compile`: whether the arithmetic between matmuls is compiled. Raises
-        UsageError where it cannot be."""
+        """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`.
+        `links`: equal on all ranks (`switch.links.agreed`); assumed ones where None. `compile`:
+        whether the arithmetic between matmuls is compiled. Raises UsageError where it cannot be."""
         super().__init__()
         self.spec = spec
         self.edges = tuple(edges)
@@ -107,7 +110,9 @@ class Player(OperationPlayer):
         sum_bytes = precision.home.itemsize
 
         # 1. The programs of steps, and the arithmetic that all ranks agree on.
-        self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), weight_bytes, sum_bytes, switch, home_cut)
+        self.itinerary = Itinerary(
+            spec, edges, links or assumed(world.per_node), weight_bytes, sum_bytes, switch, home_cut
+        )
         self.steps = Steps(
             self.itinerary,
             world.rank,
@@ -122,7 +127,9 @@ class Player(OperationPlayer):
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
         candidates = kernels(world.device, precision.compute)
-        self.kernel, self.why_kernel = choose(candidates, heads, precision.compute, world.device, slowest)
+        self.kernel, self.why_kernel = choose(
+            candidates, heads, precision.compute, world.device, slowest
+        )
         self.by = compiled(world.device) if compile else WRITTEN_OUT
 
         # 2. What plays a layout, and what switches between layouts.
@@ -149,7 +156,8 @@ class Player(OperationPlayer):
         self._began = 0.0
 
     def _make_runners(self) -> None:
-        """Make runners by layout, and copies by cut. Communicators are made in one order on all ranks."""
+        """Make runners by layout, and copies by cut. Communicators are made in one order on all
+        ranks."""
         by_cut: dict[Cut, Copies] = {}
         for layout, cut in self.itinerary.cuts.items():
             prepare(self.world, self.spec, layout)
@@ -167,7 +175,9 @@ class Player(OperationPlayer):
         # Chunks wait in a tier, be it the device; whole packs where they are offloaded.
         tier = None
         if layout.chunk or layout.offload != "device":
-            tier = tier_of(layout.offload, self.world.device, Path(self.stream.folder), self.stream.checked)
+            tier = tier_of(
+                layout.offload, self.world.device, Path(self.stream.folder), self.stream.checked
+            )
 
         def accumulate(unit: int) -> None:
             for moving in self.steps.views[layout].learning(unit):
@@ -176,13 +186,19 @@ class Player(OperationPlayer):
         make_runner = partial(WholePacks, tier=tier)
         if layout.chunk:
             assert tier is not None
-            make_runner = partial(ChunkedPacks, tier=tier, ahead=self.stream.ahead, accumulate=accumulate)
-        return make_runner(self.spec, layout, self.world, copies, self.precision, self.kernel, self.by)
+            make_runner = partial(
+                ChunkedPacks, tier=tier, ahead=self.stream.ahead, accumulate=accumulate
+            )
+        return make_runner(
+            self.spec, layout, self.world, copies, self.precision, self.kernel, self.by
+        )
 
     def groups(self, lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
         """The step's groups in visiting order."""
         groups = length_groups(lengths, self.edges, self.spec)
-        return tuple(groups[i] for i in self.itinerary.order(tuple(group.layout for group in groups)))
+        return tuple(
+            groups[i] for i in self.itinerary.order(tuple(group.layout for group in groups))
+        )
 
     def record(self, recorder: Recorder | None) -> None:
         """Have a recorder see the events of streams; None: no longer."""
@@ -197,8 +213,9 @@ class Player(OperationPlayer):
         groups: Sequence[LengthGroup] | None = None,
         learns: bool = True,
     ) -> Ready:
-        """A step with these documents, in these groups, their own where not given; without what only gradients need where it does not
-        learn. It depends on nothing that a step changes: another thread may ask for it while this one plays the step before."""
+        """A step with these documents, in these groups, their own where not given; without what
+        only gradients need where it does not learn. It depends on nothing that a step changes:
+        another thread may ask for it while this one plays the step before."""
         lengths = [len(document.ids) for document in documents]
         groups = self.groups(lengths) if groups is None else groups
         visits, packs = self.steps.visits(groups, lengths)
@@ -212,8 +229,8 @@ class Player(OperationPlayer):
         return Ready(groups, lengths, visits, learns, host_packs)
 
     def take(self, ready: Ready, seed: float | None) -> Program:
-        """The program of a step that is played next. `seed`: what losses are multiplied with before gradients are formed, None where only
-        the loss is wanted."""
+        """The program of a step that is played next. `seed`: what losses are multiplied with before
+        gradients are formed, None where only the loss is wanted."""
         self.groups_here = ready.groups
         self.lengths = ready.lengths
         self.packs = ready.packs
@@ -224,7 +241,8 @@ class Player(OperationPlayer):
             runner.learns = seed is not None
             runner.loss = runner.loss.new_zeros(())
 
-        # A step without a backward updates nothing early: the next one may, if the last norm did not clip.
+        # A step without a backward updates nothing early: the next one may, if the last norm did
+        # not clip.
         pending = self.left
         early = self.unclipped and ready.learns
         self.unclipped = self.unclipped and not ready.learns
@@ -240,10 +258,13 @@ class Player(OperationPlayer):
         if pending:
             self.play(self.steps.program((), left=pending))
 
-    def play(self, program: Program, update: Callable[[int, bool, float, float], bool] | None = None) -> None:
-        """Do what the operations say, in their order. `update`: what home does with a unit, whether that is before the norm, the loss sum
-        and the squared gradient norm of all ranks: for all, unit -1, and for each unit of a home that is updated by unit. It answers
-        whether the last norm left gradients as they were."""
+    def play(
+        self, program: Program, update: Callable[[int, bool, float, float], bool] | None = None
+    ) -> None:
+        """Do what the operations say, in their order. `update`: what home does with a unit, whether
+        that is before the norm, the loss sum and the squared gradient norm of all ranks: for all,
+        unit -1, and for each unit of a home that is updated by unit. It answers whether the last
+        norm left gradients as they were."""
         self.update = update or self.update
         for op in program:
             self.table[op.kind](op)
@@ -311,13 +332,15 @@ class Player(OperationPlayer):
 
     def _norm(self, op: Op) -> None:
         """Loss and squared gradient norm of all ranks, in one message."""
-        layouts = dict.fromkeys(group.layout for group in self.groups_here)  # groups with packs of their own may share one
+        # Groups with packs of their own may share one.
+        layouts = dict.fromkeys(group.layout for group in self.groups_here)
         loss_sum = torch.stack([self.runners[layout].loss for layout in layouts]).sum()
         sums = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
         self.sums = tuple(self.world.everyone.all_reduce(sums).tolist())
 
     def _count(self, op: Op, way: str) -> None:
-        """Add times and bytes of a finished transfer to its visit. A device may be behind the host."""
+        """Add times and bytes of a finished transfer to its visit. A device may be behind the
+        host."""
         transfer = self._transfers.pop((op.visit, way))
         visit = self.visited[op.visit]
         # `now` waits for the device: what the switch has queued there is exposed too.

@@ -1,8 +1,10 @@
-"""What the operations of a program do under one layout: whole packs here, packs in chunks in `step.chunked`.
+"""What the operations of a program do under one layout: whole packs here, packs in chunks in
+`step.chunked`.
 
-A whole pack's residual stream x [T', D] goes from unit to unit. Every part of a block is an autograd graph of its own, from a detached
-input to an output: a kept graph waits for its backward; where only the input waits, here or in a tier, `again` makes the graph anew.
-Numbers are the same bits (activation checkpointing: arXiv 1604.06174, 2205.05198).
+A whole pack's residual stream x [T', D] goes from unit to unit. Every part of a block is an
+autograd graph of its own, from a detached input to an output: a kept graph waits for its backward;
+where only the input waits, here or in a tier, `again` makes the graph anew. Numbers are the same
+bits (activation checkpointing: arXiv 1604.06174, 2205.05198).
 """
 
 from abc import ABC, abstractmethod
@@ -34,9 +36,11 @@ Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
 
 
 class Runner(ABC):
-    """A layout's units and micro-batches on this rank. Mutable. `loaded`: the tensors of each micro-batch; `loss`: this rank's part of the
-    loss sum, float64, zero where a tensor-parallel peer counts it; `seed`: what losses are multiplied with before gradients are formed;
-    `learns`: whether a backward follows; `crossing`: boundary activations that have arrived or are to be sent."""
+    """A layout's units and micro-batches on this rank. Mutable. `loaded`: the tensors of each
+    micro-batch; `loss`: this rank's part of the loss sum, float64, zero where a tensor-parallel
+    peer counts it; `seed`: what losses are multiplied with before gradients are formed; `learns`:
+    whether a backward follows; `crossing`: boundary activations that have arrived or are to be
+    sent."""
 
     loaded: dict[int, Any]
 
@@ -110,8 +114,9 @@ class Runner(ABC):
 
 
 class WholePacks(Runner):
-    """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, where the output
-    was), `inputs` kept for another forward, with attention's output and log-sum-exp; by micro-batch: the residual
+    """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for
+    a backward (input, where the output was), `inputs` kept for another forward, with attention's
+    output and log-sum-exp; by micro-batch: the residual
     stream `x` and its gradient `g` where the pack has come to."""
 
     def __init__(self, *how: Any, tier: Tier | None):
@@ -179,23 +184,30 @@ class WholePacks(Runner):
         return op.micro, op.unit, op.part
 
     def _pass(self, op: Op) -> None:
-        """Compute a part without a graph. Its input waits for the backward, with attention's output and log-sum-exp."""
+        """Compute a part without a graph. Its input waits for the backward, with attention's output
+        and log-sum-exp."""
         x = self.x[op.micro]
         attention_results: list[Tensor] = []
         with torch.no_grad():
-            self.x[op.micro] = self.modules[op.unit](x, self.loaded[op.micro], self.ops.keeping(attention_results))
+            self.x[op.micro] = self.modules[op.unit](
+                x, self.loaded[op.micro], self.ops.keeping(attention_results)
+            )
         self.inputs[self._key(op)] = x, *attention_results
 
     def _pass_on(self, op: Op) -> None:
         """Compute a part of which nothing is kept."""
         with torch.no_grad():
-            self.x[op.micro] = self.modules[op.unit](self.x.pop(op.micro, None), self.loaded[op.micro], self.ops)
+            self.x[op.micro] = self.modules[op.unit](
+                self.x.pop(op.micro, None), self.loaded[op.micro], self.ops
+            )
 
     def _score(self, op: Op) -> None:
         """Compute the loss of a block of rows alone."""
         head = self.modules[op.unit]
         assert isinstance(head, Head)
-        self.counts(score_of_rows(head, self.x[op.micro], self.loaded[op.micro], self.ops, op.number))
+        self.counts(
+            score_of_rows(head, self.x[op.micro], self.loaded[op.micro], self.ops, op.number)
+        )
 
     def _forward(self, op: Op) -> None:
         """Compute a part that keeps its graph. What goes on is the output without it."""
@@ -210,7 +222,8 @@ class WholePacks(Runner):
         """The output; what is kept for the backward is the graph and its input."""
         x = None if x is None else x.detach().requires_grad_()
         y = self.modules[op.unit](x, self.loaded[op.micro], ops)
-        edge = get_gradient_edge(y) if y.requires_grad else None  # an embedding that is not trained has none
+        # An embedding that is not trained has none.
+        edge = get_gradient_edge(y) if y.requires_grad else None
         self.graphs[self._key(op)] = x, edge
         return y.detach()
 
@@ -218,7 +231,8 @@ class WholePacks(Runner):
         """Use up a kept graph, which leaves the gradients of weights on them."""
         self.copies.expect(op.unit)
         x, edge = self.graphs.pop(self._key(op))
-        grads = [self.g.pop(op.micro)]  # a list, because a name would keep the gradient while the backward runs
+        # A list, because a name would keep the gradient while the backward runs.
+        grads = [self.g.pop(op.micro)]
         if edge is not None:
             torch.autograd.backward((edge,), (grads.pop(),))
         if x is not None:
@@ -226,15 +240,19 @@ class WholePacks(Runner):
             self.g[op.micro] = x.grad
 
     def _loss(self, op: Op) -> None:
-        """Compute loss and gradient of one block of rows together, so that no tensor holds all logits (as Liger Kernel does, arXiv
-        2410.10989)."""
+        """Compute loss and gradient of one block of rows together, so that no tensor holds all
+        logits (as Liger Kernel does, arXiv 2410.10989)."""
         x = self.x[op.micro]
         head = self.modules[op.unit]
         assert isinstance(head, Head)
         self.copies.expect(op.unit)
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)
-        self.counts(loss_of_rows(head, x, self.g[op.micro], self.loaded[op.micro], self.ops, op.number, self.seed))
+        self.counts(
+            loss_of_rows(
+                head, x, self.g[op.micro], self.loaded[op.micro], self.ops, op.number, self.seed
+            )
+        )
         is_last = (op.number + 1) * loss_rows(self.spec, len(x)) >= len(x)
         if is_last:
             del self.x[op.micro]
@@ -249,8 +267,8 @@ def loss_of_rows(
     number: int,
     seed: float,
 ) -> Tensor:
-    """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on
-    them."""
+    """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`,
+    into dx, and leaves the weights' on them."""
     rows, labels = _rows(head, x_TD, micro, number)
     # Events of a chunked pack are played without gradients.
     with torch.enable_grad():
@@ -262,7 +280,9 @@ def loss_of_rows(
     return loss.detach()
 
 
-def score_of_rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
+def score_of_rows(
+    head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int
+) -> Tensor:
     """Loss sum of the `number`-th block of rows of x, without gradients."""
     rows, labels = _rows(head, x_TD, micro, number)
     with torch.no_grad():
@@ -270,7 +290,8 @@ def score_of_rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, n
 
 
 def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, number: int) -> tuple[slice, Tensor]:
-    """Where the `number`-th block of rows is, and its labels: those of every tensor-parallel rank's share of the tokens."""
+    """Where the `number`-th block of rows is, and its labels: those of every tensor-parallel rank's
+    share of the tokens."""
     height = loss_rows(head.spec, len(x_TD))
     rows = slice(number * height, (number + 1) * height)
     return rows, micro.labels_T.view(-1, len(x_TD))[:, rows].reshape(-1)

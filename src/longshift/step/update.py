@@ -1,7 +1,8 @@
 """One training step, on one screen.
 
-The only divisor is the step's global count of target tokens, known before the first forward. Micro-batch identity travels with the
-data: packs are a function of the batch alone, and a layout decides only who computes which.
+The only divisor is the step's global count of target tokens, known before the first forward.
+Micro-batch identity travels with the data: packs are a function of the batch alone, and a layout
+decides only who computes which.
 """
 
 import math
@@ -38,8 +39,8 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step did: mean loss over target tokens, global gradient norm before the clip, learning rate, and whether a float16
-    overflow made it leave the weights alone."""
+    """What a step did: mean loss over target tokens, global gradient norm before the clip, learning
+    rate, and whether a float16 overflow made it leave the weights alone."""
 
     loss: float
     grad_norm: float
@@ -47,13 +48,18 @@ class Outcome:
     skipped: bool
 
 
-def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | None = None, leave: bool = False) -> Outcome:
-    """Make one exact update from `batch`: each group of lengths under its layout, each layout visited once. `ready`: of the batch's
-    documents, made here where not given. `leave`: leave what can be updated under the next forward to the next step, or to
-    `player.finish`. Raises NonFiniteError; home is then as before."""
+def train_step(
+    state: State, batch: StepBatch, player: Player, ready: Ready | None = None, leave: bool = False
+) -> Outcome:
+    """Make one exact update from `batch`: each group of lengths under its layout, each layout
+    visited once. `ready`: of the batch's documents, made here where not given. `leave`: leave what
+    can be updated under the next forward to the next step, or to `player.finish`. Raises
+    NonFiniteError; home is then as before."""
     outcome: Outcome | None = None
     scale = state.scale.scale if state.scale else 1.0
-    program = player.take(ready or player.ready(batch.documents), scale / max(1, batch.target_tokens))
+    program = player.take(
+        ready or player.ready(batch.documents), scale / max(1, batch.target_tokens)
+    )
 
     def update(unit: int, early: bool, loss_sum: float, squared_norm: float) -> bool:
         nonlocal outcome
@@ -78,8 +84,11 @@ def score(documents: Sequence[Document], player: Player) -> float:
     return player.sums[0]
 
 
-def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared_norm: float) -> Outcome:
-    """Clip by the global norm and update home, or leave it where float16 has overflowed. Units on disk follow."""
+def _update(
+    state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared_norm: float
+) -> Outcome:
+    """Clip by the global norm and update home, or leave it where float16 has overflowed. Units on
+    disk follow."""
     # A step without target tokens has no loss, and its gradients are zero.
     loss = loss_sum / max(1, batch.target_tokens)
     norm = squared_norm**0.5 / scale
@@ -102,22 +111,31 @@ def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum
 
 
 def not_finite(state: State, world: World) -> str | None:
-    """The first of the weights, in canonical order, and then of their moments, that is not finite on some rank, in the same words on all
-    ranks; collective. None where all are."""
-    suspects = [f"{kind} of {p.name}" for kind in ("master", *state.home.moments) for p in state.spec.params if not p.frozen]
+    """The first of the weights, in canonical order, and then of their moments, that is not finite
+    on some rank, in the same words on all ranks; collective. None where all are."""
+    suspects = [
+        f"{kind} of {p.name}"
+        for kind in ("master", *state.home.moments)
+        for p in state.spec.params
+        if not p.frozen
+    ]
     rank_first = len(suspects)
     for name, box, _, views in state.optimizer.state():
         for kind, view in views.items() if box else ():
             # Codes of eight bits are all finite; their scales say what they stand for.
             if view.itemsize > 1 and not view.isfinite().all():
-                rank_first = min(rank_first, suspects.index(f"{kind.removesuffix(SCALE)} of {name}"))
-    first = int(world.everyone.all_reduce(torch.tensor(rank_first, device=world.device), dist.ReduceOp.MIN))
+                rank_first = min(
+                    rank_first, suspects.index(f"{kind.removesuffix(SCALE)} of {name}")
+                )
+    first = int(
+        world.everyone.all_reduce(torch.tensor(rank_first, device=world.device), dist.ReduceOp.MIN)
+    )
     return suspects[first] if first < len(suspects) else None
 
 
 def _culprit(state: State, world: World, batch: StepBatch, loss: float) -> str:
-    """The first weight, in canonical order, and the lowest rank where a master is not finite, else a gradient; the same words on every
-    rank."""
+    """The first weight, in canonical order, and the lowest rank where a master is not finite, else
+    a gradient; the same words on every rank."""
     names = [p.name for p in state.spec.params]
     suspects = [*names, *(f"the gradient of {name}" for name in names)]
     bad_names = [
@@ -126,11 +144,17 @@ def _culprit(state: State, world: World, batch: StepBatch, loss: float) -> str:
     ]
     rank_first = min(map(suspects.index, bad_names), default=len(suspects))
 
-    # The smallest of these numbers is that of the first suspect, and of the lowest rank that has it.
+    # The smallest of these numbers is that of the first suspect, and of the lowest rank that has
+    # it.
     code = torch.tensor(rank_first * world.size + world.rank, device=world.device)
     suspect, rank = divmod(int(world.everyone.all_reduce(code, dist.ReduceOp.MIN)), world.size)
-    culprit = f"{suspects[suspect]} at home on rank {rank}" if suspect < len(suspects) else "nothing at home"
+    culprit = (
+        f"{suspects[suspect]} at home on rank {rank}"
+        if suspect < len(suspects)
+        else "nothing at home"
+    )
     return (
-        f"loss {loss}; not finite: {culprit}. Documents {batch.cursor} to {batch.next_cursor - 1} of the "
-        "shuffled order. Nothing was updated. A lower train.lr, more train.warmup or train.precision=float32 are the usual cures."
+        f"loss {loss}; not finite: {culprit}. Documents {batch.cursor} to"
+        f" {batch.next_cursor - 1} of the shuffled order. Nothing was updated. A lower train.lr,"
+        " more train.warmup or train.precision=float32 are the usual cures."
     )

@@ -1,7 +1,8 @@
-"""A file of one rank that no other process can open: where tiers and a home on disk keep what is not in memory.
+"""A file of one rank that no other process can open: where tiers and a home on disk keep what is
+not in memory.
 
-It has no name, so nothing is left behind however the process ends. Threads read and write it while the step computes.
-"""
+It has no name, so nothing is left behind however the process ends. Threads read and write it while
+the step computes."""
 
 import os
 import tempfile
@@ -19,8 +20,8 @@ ALIGN = 4096  # bytes: a page
 
 @dataclass
 class Moved:
-    """What went to a memory and came back. Mutable. `waited_s`: computing waited for a copy; `copying_s`: at least one copy was under
-    way."""
+    """What went to a memory and came back. Mutable. `waited_s`: computing waited for a copy;
+    `copying_s`: at least one copy was under way."""
 
     put_bytes: int = 0
     fetched_bytes: int = 0
@@ -41,8 +42,9 @@ class Moved:
 
 
 class DiskFile:
-    """A file in `folder` with threads for each direction. Mutable; `close` it. `subject`: what its errors begin with; `moved`: counts
-    the seconds for which somebody waited. Raises LongshiftError where no file can be made, or what was written cannot be read."""
+    """A file in `folder` with threads for each direction. Mutable; `close` it. `subject`: what its
+    errors begin with; `moved`: counts the seconds for which somebody waited. Raises LongshiftError
+    where no file can be made, or what was written cannot be read."""
 
     def __init__(self, folder: Path, subject: str, moved: Moved):
         self.folder = folder
@@ -51,7 +53,9 @@ class DiskFile:
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as fault:
-            raise LongshiftError(f"{subject}: no file can be made in {folder}: {fault.strerror}") from None
+            raise LongshiftError(
+                f"{subject}: no file can be made in {folder}: {fault.strerror}"
+            ) from None
         self.readers = ThreadPoolExecutor(THREADS, f"longshift-{subject}-read")
         self.writers = ThreadPoolExecutor(THREADS, f"longshift-{subject}-write")
 
@@ -72,7 +76,9 @@ class DiskFile:
         while start < end:
             count = os.preadv(self.fileno(), [into], start)
             if not count:
-                raise LongshiftError(f"{self.subject}: the file in {self.folder} ends before byte {start}")
+                raise LongshiftError(
+                    f"{self.subject}: the file in {self.folder} ends before byte {start}"
+                )
             into = into[count:]
             start += count
 

@@ -1,15 +1,19 @@
 """Where what a backward needs waits: device, host or disk memory.
 
-    put      start to take tensors, in place of what was put under that key; they must not change afterwards
-    fetch    start to bring them; `wait` on what it returns gives tensors that may be read and written
+    put      start to take tensors, in place of what was put under that key; they must
+             not change afterwards
+    fetch    start to bring them; `wait` on what it returns gives tensors that may be
+             read and written
     recycle  what was fetched is no longer used, and later fetches may fill its memory
     drop     forget an object
 
-`put` and `fetch` return at once: the disk has threads for reading and for writing, CUDA a stream for each direction, and a
-fetch of what is still on its way out follows it. No fetch may be under way when its object is dropped or replaced.
+`put` and `fetch` return at once: the disk has threads for reading and for writing, CUDA a stream
+for each direction, and a fetch of what is still on its way out follows it. No fetch may be under
+way when its object is dropped or replaced.
 
-[Note: what waits on what] A put reads tensors that nobody changes, so it only has to begin after they were computed. A fetch fills memory
-whose last reader must have ended: what computed with it (on the CPU that has ended when it is recycled), and a put that still takes it out.
+[Note: what waits on what] A put reads tensors that nobody changes, so it only has to begin after
+they were computed. A fetch fills memory whose last reader must have ended: what computed with it
+(on the CPU that has ended when it is recycled), and a put that still takes it out.
 """
 
 import mmap
@@ -46,7 +50,8 @@ BOUNCE_BYTES = 8 << 20
 
 
 class _Clock:
-    """`with` it, in any number of threads: adds to `copying_s` the time for which at least one is inside. Mutable."""
+    """`with` it, in any number of threads: adds to `copying_s` the time for which at least one is
+    inside. Mutable."""
 
     def __init__(self, moved: Moved):
         self.moved = moved
@@ -68,8 +73,9 @@ class _Clock:
 
 
 class Tier(ABC):
-    """Objects are tuples of tensors. Mutable; `close` it. `timed`: seconds in `moved` are known; where copies are a GPU's they are not.
-    `watch` sees each copy of a thread when it is asked for."""
+    """Objects are tuples of tensors. Mutable; `close` it. `timed`: seconds in `moved` are known;
+    where copies are a GPU's they are not. `watch` sees each copy of a thread when
+    it is asked for."""
 
     timed = True
 
@@ -119,7 +125,8 @@ class DeviceTier(Tier):
 
 @dataclass(frozen=True)
 class Stored:
-    """An object elsewhere. `place`: where it lies there; `left`: the future or event with which its copy out ends."""
+    """An object elsewhere. `place`: where it lies there; `left`: the future or event with which its
+    copy out ends."""
 
     size: int
     shapes: list[tuple[torch.Size, torch.dtype]]
@@ -128,7 +135,8 @@ class Stored:
 
 
 class CopyTier(Tier):
-    """Objects are copied to another memory and back: a subclass says how. That of a GPU has a stream out and a stream back."""
+    """Objects are copied to another memory and back: a subclass says how. That of a GPU has a
+    stream out and a stream back."""
 
     out: Any = None
     back: Any = None
@@ -137,7 +145,8 @@ class CopyTier(Tier):
         super().__init__()
         self.device = device
         self.leaving: dict[int, Any] = {}  # by address, what the last copy out ends with
-        self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}  # with what must end before they are filled
+        # With what must end before they are filled.
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
 
     def make_streams(self) -> None:
         self.out = torch.cuda.Stream(self.device)
@@ -165,7 +174,9 @@ class CopyTier(Tier):
 
     def recycle(self, tensors: Sequence[Tensor]) -> None:
         # [Note: what waits on what]
-        readers = [] if self.out is None else [torch.cuda.current_stream(self.device).record_event()]
+        readers = (
+            [] if self.out is None else [torch.cuda.current_stream(self.device).record_event()]
+        )
         for tensor in tensors:
             copy_end = self.leaving.get(tensor.data_ptr())
             copies = readers if copy_end is None else [*readers, copy_end]
@@ -175,14 +186,15 @@ class CopyTier(Tier):
         stored = self.objects.pop(key)
         self.forget(stored)
         self.moved.hold(-stored.size)
-        # Sizes of the next pack are others. What it fetches is put first, and so comes after all that read these.
+        # Sizes of the next pack are others. What it fetches is put first, and so comes after all
+        # that read these.
         if not self.objects:
             self.spare = {}
             self.leaving = {}
 
     def memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor to bring something into. [Note: what waits on what] New memory of a GPU is that of earlier packs, whose objects had left
-        before this one."""
+        """A tensor to bring something into. [Note: what waits on what] New memory of a GPU is that
+        of earlier packs, whose objects had left before this one."""
         spare = self.spare.get((shape, dtype))
         if not spare:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -211,9 +223,10 @@ class CopyTier(Tier):
 class DiskTier(CopyTier):
     """A private file in `folder`.
 
-    At most WRITES objects, of at most `in_flight_bytes` (and always one), are on their way out, and their tensors are kept until the next
-    that is too many, however fast the disk: memory is the same in every run. `checked`: each object's CRC is kept
-    and compared. Raises OutOfMemoryError where the disk is full, LongshiftError for what comes back changed or cannot be read.
+    At most WRITES objects, of at most `in_flight_bytes` (and always one), are on their way out, and
+    their tensors are kept until the next that is too many, however fast the disk: memory is the
+    same in every run. `checked`: each object's CRC is kept and compared. Raises OutOfMemoryError
+    where the disk is full, LongshiftError for what comes back changed or cannot be read.
     """
 
     def __init__(self, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
@@ -235,7 +248,8 @@ class DiskTier(CopyTier):
         return start, copy
 
     def _is_too_much(self, size: int) -> bool:
-        """Whether `size` bytes have to wait for puts that are on their way out; one alone never has to."""
+        """Whether `size` bytes have to wait for puts that are on their way out;
+        one alone never has to."""
         if not self.writing:
             return False
         in_flight_bytes = sum(written_bytes for _, written_bytes, _ in self.writing)
@@ -285,7 +299,8 @@ class DiskTier(CopyTier):
             return copy()
 
     def _write(self, start: int, tensors: list[Tensor]) -> int:
-        """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments for a moment after a future has ended."""
+        """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments
+        for a moment after a future has ended."""
         crc = 0
         while tensors:
             for view in self._bytes_out(tensors.pop(0)):
@@ -296,8 +311,9 @@ class DiskTier(CopyTier):
                     file_gib = self.file.taken_bytes / 2**30
                     needed_gib = self.moved.held_bytes / 2**30
                     raise OutOfMemoryError(
-                        f"offload: {self.file.folder} took {file_gib:.2f} of {needed_gib:.2f} GiB and no more: "
-                        f"{fault.strerror}; choose another stream.folder, every1 or shorter documents"
+                        f"offload: {self.file.folder} took {file_gib:.2f} of {needed_gib:.2f} GiB"
+                        f" and no more: {fault.strerror}; choose another stream.folder, every1 or"
+                        " shorter documents"
                     ) from None
                 start += len(view)
         return crc
@@ -314,7 +330,8 @@ class DiskTier(CopyTier):
                 crc = zlib.crc32(view, crc) if self.checked else 0
         if crc != written_crc:
             raise LongshiftError(
-                f"offload: {stored.size} bytes came back from {self.file.folder} changed (CRC {crc:#x}, was {written_crc:#x})"
+                f"offload: {stored.size} bytes came back from {self.file.folder} changed (CRC"
+                f" {crc:#x}, was {written_crc:#x})"
             )
 
     def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
@@ -322,13 +339,14 @@ class DiskTier(CopyTier):
         yield _bytes_of(tensor)
 
     def _bytes_in(self, tensor: Tensor) -> Iterator[memoryview]:
-        """In a thread: where the bytes of a tensor are to be put, piece by piece; it has a piece when the next is asked for."""
+        """In a thread: where the bytes of a tensor are to be put, piece by piece; it has a piece
+        when the next is asked for."""
         yield _bytes_of(tensor)
 
 
 class Arena:
-    """Host memory of exactly `size` bytes, pinned for CUDA until `release`: torch's own allocator rounds up to powers of two. No other has
-    a part of its pages, which may not be pinned twice."""
+    """Host memory of exactly `size` bytes, pinned for CUDA until `release`: torch's own allocator
+    rounds up to powers of two. No other has a part of its pages, which may not be pinned twice."""
 
     def __init__(self, size: int):
         self.bytes = _pages(size).fill_(1)  # they are there
@@ -350,13 +368,16 @@ class Arena:
 
 
 class HostTier(CopyTier):
-    """Pinned host memory of a CUDA device; a stream for each direction. The host waits for it to give back memory, and [Note: pace].
+    """Pinned host memory of a CUDA device; a stream for each direction. The host waits for it to
+    give back memory, and [Note: pace].
 
-    [Note: arenas] An object has an arena of its size, taken over from a dropped one: a put comes after whatever has waited for a fetch.
-    Packs of other lengths have other sizes, so dropped ones are given back before more is pinned than was ever held.
+    [Note: arenas] An object has an arena of its size, taken over from a dropped one: a put comes
+    after whatever has waited for a fetch. Packs of other lengths have other sizes, so dropped ones
+    are given back before more is pinned than was ever held.
 
-    [Note: pace] What a put sends is free for others when its copy is done, and what the host asks for meanwhile is new memory. So it is no
-    more than UNDER_WAY puts ahead of the device, or UNDER_WAY_BYTES (and always one), which has work for as long.
+    [Note: pace] What a put sends is free for others when its copy is done, and what the host asks
+    for meanwhile is new memory. So it is no more than UNDER_WAY puts ahead of the device, or
+    UNDER_WAY_BYTES (and always one), which has work for as long.
     """
 
     timed = False
@@ -364,8 +385,10 @@ class HostTier(CopyTier):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.make_streams()
-        self.arenas: dict[int, list[tuple[Arena, Any]]] = {}  # dropped, and the event after the last use; by size, in order
-        self.held_room = self.most_room = self.pinned_room = 0  # bytes in whole pages: of objects, the most ever, of all arenas
+        # dropped, and the event after the last use; by size, in order.
+        self.arenas: dict[int, list[tuple[Arena, Any]]] = {}
+        # Bytes in whole pages: of objects, the most ever, of all arenas.
+        self.held_room = self.most_room = self.pinned_room = 0
         self.under_way: deque[tuple[Any, int]] = deque()
 
     def send(self, tensors: Tensors, size: int) -> tuple[Arena, Any]:
@@ -438,10 +461,16 @@ class HostTier(CopyTier):
 
 
 class BouncedTier(DiskTier):
-    """Disk of a CUDA device. Threads copy piece by piece through pinned memory, on a stream each way, and wait for each copy: what is
-    written has left the device, and what is read is on it."""
+    """Disk of a CUDA device. Threads copy piece by piece through pinned memory, on a stream each
+    way, and wait for each copy: what is written has left the device, and what is read is on it."""
 
-    def __init__(self, device: torch.device, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
+    def __init__(
+        self,
+        device: torch.device,
+        folder: Path,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        checked: bool = False,
+    ):
         super().__init__(folder, in_flight_bytes, checked)
         self.device = device
         self.make_streams()
@@ -491,12 +520,17 @@ class BouncedTier(DiskTier):
 
 
 def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> Tier:
-    """The memory that a layout names. On a CPU the device is host memory, so that `host` moves nothing. Raises LongshiftError."""
+    """The memory that a layout names. On a CPU the device is host memory, so that `host` moves
+    nothing. Raises LongshiftError."""
     if offload == "device" or (offload == "host" and device.type == "cpu"):
         return DeviceTier()
     if offload == "host":
         return HostTier(device)
-    return DiskTier(folder, checked=checked) if device.type == "cpu" else BouncedTier(device, folder, checked=checked)
+    return (
+        DiskTier(folder, checked=checked)
+        if device.type == "cpu"
+        else BouncedTier(device, folder, checked=checked)
+    )
 
 
 def _pages(size: int) -> Tensor:

@@ -1,8 +1,10 @@
-"""The events that a rank played, by its clock, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""The events that a rank played, by its clock, as a trace that Perfetto (ui.perfetto.dev) and
+chrome://tracing show.
 
-One lane for each of `schedule.chunks.LANES`. What computes or is sent: from its beginning to its end in the player, a wait for a
-fetch as a span inside. What is fetched or stored: from when it was asked for until it was done; where several are under way, in further
-lanes of that name. Where copies are a GPU's, these are the times of its host: when work was handed to the device.
+One lane for each of `schedule.chunks.LANES`. What computes or is sent: from its beginning to its
+end in the player, a wait for a fetch as a span inside. What is fetched or stored: from when it was
+asked for until it was done; where several are under way, in further lanes of that name. Where
+copies are a GPU's, these are the times of its host: when work was handed to the device.
 """
 
 import json
@@ -44,10 +46,23 @@ class Recorder:
     @contextmanager
     def playing(self, event: Event, unit: int, number: int) -> Iterator[None]:
         """Event of a unit's list, in micro-batch `number`."""
-        keys = f", {'rows' if event.name == 'loss' else 'keys'} {event.keys}" if event.keys >= 0 else ""
-        name = f"{'' if event.kind in ('compute', 'send') else f'{event.kind} '}{event.name} {event.chunk}{keys}"
+        keys = (
+            f", {'rows' if event.name == 'loss' else 'keys'} {event.keys}"
+            if event.keys >= 0
+            else ""
+        )
+        name = (
+            f"{'' if event.kind in ('compute', 'send') else f'{event.kind} '}"
+            f"{event.name} {event.chunk}{keys}"
+        )
         start = time.perf_counter()
-        span = Span(LANES.get(event.kind, ""), name, start, 0.0, {"unit": unit, "micro-batch": number, "bytes": event.bytes})
+        span = Span(
+            LANES.get(event.kind, ""),
+            name,
+            start,
+            0.0,
+            {"unit": unit, "micro-batch": number, "bytes": event.bytes},
+        )
         self.now = span if span.lane else None
         try:
             yield
@@ -62,7 +77,9 @@ class Recorder:
         result = wait()
         if self.now is not None:
             name, chunk = buffer
-            self.spans.append(Span(self.now.lane, f"wait for {name} {chunk}", start, time.perf_counter(), {}))
+            self.spans.append(
+                Span(self.now.lane, f"wait for {name} {chunk}", start, time.perf_counter(), {})
+            )
         return result
 
     def copying(self, copy: Future) -> None:
@@ -79,7 +96,9 @@ class Recorder:
 def save(path: Path, events: Iterable[dict[str, Any]]) -> None:
     """Write a trace. Raises UsageError where the file cannot be written."""
     try:
-        path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8")
+        path.write_text(
+            json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8"
+        )
     except OSError as fault:
         raise UsageError(f"the trace {path} cannot be written: {fault.strerror}") from None
 
@@ -89,7 +108,9 @@ def writable(trace: Path) -> Path:
     if not trace.absolute().parent.is_dir() or trace.is_dir():
         raise UsageError(f"--trace {trace}: name a file in a folder that exists")
     if trace.exists() and trace.suffix != ".json":
-        raise UsageError(f"--trace {trace} is there already; only files that end in .json are written over")
+        raise UsageError(
+            f"--trace {trace} is there already; only files that end in .json are written over"
+        )
     if not os.access(trace if trace.exists() else trace.absolute().parent, os.W_OK):
         raise UsageError(f"--trace {trace} cannot be written")
     return trace.absolute()
@@ -100,13 +121,23 @@ def origin(spans: Iterable[Span]) -> float:
     return min((span.start for span in spans), default=0.0)
 
 
-def counter_events(name: str, process: int, values: Iterable[tuple[float, int]], from_s: float) -> Iterator[dict[str, Any]]:
+def counter_events(
+    name: str, process: int, values: Iterable[tuple[float, int]], from_s: float
+) -> Iterator[dict[str, Any]]:
     """A number that changes: (seconds of the clock, value)."""
     for when, value in values:
-        yield {"ph": "C", "name": name, "pid": process, "ts": (when - from_s) * 1e6, "args": {name: value}}
+        yield {
+            "ph": "C",
+            "name": name,
+            "pid": process,
+            "ts": (when - from_s) * 1e6,
+            "args": {name: value},
+        }
 
 
-def events_of(spans: Iterable[Span], process: int, name: str, shown: Sequence[str], from_s: float) -> Iterator[dict[str, Any]]:
+def events_of(
+    spans: Iterable[Span], process: int, name: str, shown: Sequence[str], from_s: float
+) -> Iterator[dict[str, Any]]:
     """In the Trace Event Format, microseconds from `from_s`. `shown`: lanes, from the top."""
     spans = sorted(spans, key=lambda span: (span.start, -span.end))
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
@@ -124,7 +155,8 @@ def events_of(spans: Iterable[Span], process: int, name: str, shown: Sequence[st
 
 
 def _rows(spans: Iterable[Span], nested: bool) -> list[list[Span]]:
-    """Spans of one lane, in rows without overlap, as few as there can be; spans that nest need one row."""
+    """Spans of one lane, in rows without overlap, as few as there can be;
+    spans that nest need one row."""
     rows: list[list[Span]] = []
     for span in spans:
         row = next((row for row in rows if nested or row[-1].end <= span.start), None)

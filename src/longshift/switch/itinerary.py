@@ -1,12 +1,14 @@
-"""The way of a step through its layouts: which cut of the model each computes with, what moves between cuts, and in which order they are
-visited.
+"""The way of a step through its layouts: which cut of the model each computes with, what moves
+between cuts, and in which order they are visited.
 
     groups    dp4 <= 1K        u4 <= 4K         tp4 <= 16K
     cuts      ──── one: the same copies ─────   ─── home ───
-    weights   home ══> gather or switch         gather          each cut once a step, in the order that moves least
+    weights   home ══> gather or switch         gather          each cut once a step, in the order
+                                                                that moves least
     gradients                     ══> home          ══> home    when the last group of a cut is done
 
-Home is cut as the longest group's layout would cut it, under ZeRO-1 at least: every element is kept once.
+Home is cut as the longest group's layout would cut it, under ZeRO-1 at least: every element is
+kept once.
 """
 
 from collections.abc import Sequence
@@ -23,13 +25,16 @@ from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.traffic import least_s, traffic
 from longshift.workload.groups import Edge, home_layout, visiting_order
 
-MOST_PLANNED = 4  # cuts: n of them are n * n plans to compare, a second each for a large model; of more, estimates are compared
+# cuts: n of them are n * n plans to compare, a second each for a large model; of more, estimates
+# are compared.
+MOST_PLANNED = 4
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut the model. `layout`: the first of those that compute with it. `side`: what switches bring, working copies or, under
-    ZeRO-2 and 3 away from home, rows of them. `at_home`: home is cut so, nothing switches."""
+    """One way to cut the model. `layout`: the first of those that compute with it. `side`: what
+    switches bring, working copies or, under ZeRO-2 and 3 away from home, rows of them. `at_home`:
+    home is cut so, nothing switches."""
 
     layout: Layout
     side: Side
@@ -38,7 +43,8 @@ class Cut:
 
 def cuts(spec: ModelSpec, edges: Sequence[Edge], home: Layout) -> dict[Layout, Cut]:
     """The cut of every layout; layouts with equal placements share theirs."""
-    if len(edges) == 1 and edges[0].use == home:  # a run of one layout asks for no placement of all ranks
+    # A run of one layout asks for no placement of all ranks.
+    if len(edges) == 1 and edges[0].use == home:
         return {home: Cut(home, "copies", True)}
     shared: dict[tuple, Cut] = {}
     result = {}
@@ -53,7 +59,8 @@ def cuts(spec: ModelSpec, edges: Sequence[Edge], home: Layout) -> dict[Layout, C
 
 
 class Itinerary:
-    """What moves between the cuts of a run. Mutable: plans are made when they are first asked for, and kept."""
+    """What moves between the cuts of a run. Mutable: plans are made when they are first asked for,
+    and kept."""
 
     def __init__(
         self,
@@ -65,7 +72,8 @@ class Itinerary:
         options: SwitchOptions,
         home: Layout | None = None,
     ):
-        """`weight_bytes`, `sum_bytes`: of an element on the wire. `home`: the layout that cuts it; `home_layout(edges)` by itself."""
+        """`weight_bytes`, `sum_bytes`: of an element on the wire. `home`: the layout that cuts it;
+        `home_layout(edges)` by itself."""
         self.spec = spec
         self.links = links
         self.options = options
@@ -79,9 +87,12 @@ class Itinerary:
         self._orders: dict[tuple[Layout, ...], tuple[int, ...]] = {}
 
     def weights(self, source: Cut | None, target: Cut) -> Plan:
-        """The plan of the weights of `target`, from home and, where given, from what `source` holds."""
+        """The plan of the weights of `target`, from home and, where given,
+        from what `source` holds."""
         if (source, target) not in self._weights:
-            self._weights[source, target] = self._plan(source, target, self._weight_bytes, sums=False)
+            self._weights[source, target] = self._plan(
+                source, target, self._weight_bytes, sums=False
+            )
         return self._weights[source, target]
 
     def sums(self, source: Cut) -> Plan:
@@ -91,15 +102,16 @@ class Itinerary:
         return self._sums[source]
 
     def source(self, layout: Layout) -> Cut | None:
-        """What a switch can take from besides home when `layout` has computed: at home, ZeRO-3 has released its copies."""
+        """What a switch can take from besides home when `layout` has computed: at home, ZeRO-3 has
+        released its copies."""
         cut = self.cuts[layout]
         return None if cut.at_home and layout.zero == 3 else cut
 
     def order(self, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
         """Order in which a step visits these layouts: the one whose switches take the least time.
 
-        Layouts that share a cut follow one another, as nothing moves between them. The last of them is one whose copies the next
-        switch can take from, where there is one.
+        Layouts that share a cut follow one another, as nothing moves between them. The last of them
+        is one whose copies the next switch can take from, where there is one.
         """
         if layouts not in self._orders:
             members: dict[Cut, list[int]] = {}
@@ -125,7 +137,9 @@ class Itinerary:
             if num_cuts <= MOST_PLANNED:
                 seconds = traffic(self.weights(source, target)).bound_s
             else:
-                held = _held(self.spec, (self.home, "rows"), source and (source.layout, source.side))
+                held = _held(
+                    self.spec, (self.home, "rows"), source and (source.layout, source.side)
+                )
                 target_side = placed(self.spec, target.layout, target.side)
                 seconds = least_s(held, target_side, self.links, self._weight_bytes)
             self._hops[source, target] = seconds
@@ -168,7 +182,8 @@ def _plan(
     bucket_bytes: int,
     sums: bool,
 ) -> Plan:
-    """The plan of all weights; or, the other way, of the gradient sums of those that are trained."""
+    """The plan of all weights; or, the other way, of the gradient sums of those
+    that are trained."""
     held = _held(spec, home, source)
     layout, side = target
     copies = placed(spec, layout, side)

@@ -1,5 +1,5 @@
-"""Slices that travel together as few boxes: what one rank sends another at one time is often cut finer than the move needs, because
-other ranks hold or want the parts.
+"""Slices that travel together as few boxes: what one rank sends another at one time is often cut
+finer than the move needs, because other ranks hold or want the parts.
 
     slices of one weight from rank 0 to rank 3       ┌───┬───┐      ┌───────┐
                                                      │ a │ b │      │       │

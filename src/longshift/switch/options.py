@@ -8,8 +8,9 @@ Planner = Literal["fan_out", "algorithm1", "first_owner"]
 
 @dataclass(frozen=True)
 class SwitchOptions:
-    """How switches are planned. `bucket_bytes`: the most that a rank sends, or receives, in one exchange. `ahead_bytes`: how much of the
-    next layout's weights may arrive while the one before still computes."""
+    """How switches are planned. `bucket_bytes`: the most that a rank sends, or receives, in one
+    exchange. `ahead_bytes`: how much of the next layout's weights may arrive while the one before
+    still computes."""
 
     planner: Planner = "fan_out"
     bucket_bytes: int = 32 << 20

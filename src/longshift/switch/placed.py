@@ -1,7 +1,8 @@
 """Who has which boxes: the two sides of a move.
 
-A `Spread` is one weight's boxes with the ranks that have each of them; boxes may overlap (home's rows and a rank's copy), as long as equal
-elements have equal values. Weights that lie alike share one `Spread` object, and are then refined and planned once.
+A `Spread` is one weight's boxes with the ranks that have each of them; boxes may overlap (home's
+rows and a rank's copy), as long as equal elements have equal values. Weights that lie alike share
+one `Spread` object, and are then refined and planned once.
 """
 
 from collections import Counter
@@ -47,7 +48,8 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
 
     copies   what the ranks compute with
     home     what they keep: whole pieces (ZeRO-0), or their rows of each
-    rows     each piece's rows dealt over its holders, as under ZeRO-1..3: every element once, whatever home is
+    rows     each piece's rows dealt over its holders, as under ZeRO-1..3: every element once,
+             whatever home is
     """
     alike: dict[tuple, Spread] = {}
 
@@ -63,9 +65,14 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
 
 
 def plainest(layout: Layout) -> Layout:
-    """The plainest layout that places copies, and their rows, as this one does: by stages and cuts of the weights, over so many ranks."""
+    """The plainest layout that places copies, and their rows, as this one does: by stages and cuts
+    of the weights, over so many ranks."""
     degrees = {axis.name: 1 for axis in axes.holder_axes()} | {"dp": layout.holders}
-    degrees |= {axis.name: layout.degree(axis.name) for axis in axes.AXES if axis.shares in ("weights", "blocks")}
+    degrees |= {
+        axis.name: layout.degree(axis.name)
+        for axis in axes.AXES
+        if axis.shares in ("weights", "blocks")
+    }
     return Layout(virtual=layout.virtual, stages=layout.stages).with_degrees(degrees)
 
 
@@ -87,14 +94,18 @@ def _piece_boxes(piece: Piece, layout: Layout, side: Side) -> list[tuple[Box, tu
 
 
 def turn_about(held: Placed, wanted: Placed) -> dict[str, Spread]:
-    """`wanted` in an order in which weights of different pipeline stages, first of those that hold them, come turn about: a switch then
-    keeps all ranks busy all the time, where the model's own order would take one stage after the other."""
+    """`wanted` in an order in which weights of different pipeline stages, first of those that hold
+    them, come turn about: a switch then keeps all ranks busy all the time, where the model's own
+    order would take one stage after the other."""
     return _in_turn(held, _in_turn(wanted, wanted))
 
 
 def _in_turn(by: Placed, order: Placed) -> dict[str, Spread]:
     """`order` with the weights that lie on the same ranks by `by` turn about with the others."""
-    ranks_of = {spread: frozenset(rank for _, ranks in spread.boxes for rank in ranks) for spread in set(by.values())}
+    ranks_of = {
+        spread: frozenset(rank for _, ranks in spread.boxes for rank in ranks)
+        for spread in set(by.values())
+    }
     turns: Counter[frozenset[int]] = Counter()
     keys = []
     for place, name in enumerate(order):

@@ -1,14 +1,17 @@
-"""Switch plans: which slice of which weight goes from which rank to which, in which bucket and round. Pure, the same on every rank.
+"""Switch plans: which slice of which weight goes from which rank to which, in which bucket and
+round. Pure, the same on every rank.
 
     held: home, copies of layout A ─┐
-                                    ├─ refine ─> slices ─ planner ─> moves ─ buckets ─> Plan ─ digest: ranks compare it first
-    wanted: copies of layout B ─────┘
+                                    ├─ refine ─> slices ─ planner ─> moves ─ buckets ─> Plan
+    wanted: copies of layout B ─────┘                              digest: ranks compare it first
 
-A bucket is played round by round: a round's moves between two ranks are one buffer, in the plan's order, and need what arrived in the
-rounds before. Buckets follow one another; no rank sends or receives more than `bucket_bytes` in one, all rounds together.
+A bucket is played round by round: a round's moves between two ranks are one buffer, in the plan's
+order, and need what arrived in the rounds before. Buckets follow one another; no rank sends or
+receives more than `bucket_bytes` in one, all rounds together.
 
-[Note: sums] Gradients go home by the plan that would bring the weights from there, backwards: every move turned round and the last round
-first, each rank adding what it gets to what it has. As every copy hangs on home by exactly one path, every partial sum is counted once.
+[Note: sums] Gradients go home by the plan that would bring the weights from there, backwards: every
+move turned round and the last round first, each rank adding what it gets to what it has. As every
+copy hangs on home by exactly one path, every partial sum is counted once.
 """
 
 import hashlib
@@ -66,7 +69,8 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class WeightPlan:
-    """One weight. `bucket`: ascending int32 [slices]. Weights that lie and move alike share `slices` and `moves`."""
+    """One weight. `bucket`: ascending int32 [slices]. Weights that lie and move alike share
+    `slices` and `moves`."""
 
     name: str
     slices: Slices
@@ -76,7 +80,8 @@ class WeightPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All moves of a switch. `buffer_bytes`: the most that a rank sends and receives in one bucket. `sums`: see [Note: sums]."""
+    """All moves of a switch. `buffer_bytes`: the most that a rank sends and receives in one bucket.
+    `sums`: see [Note: sums]."""
 
     planner: Planner
     links: Links
@@ -98,7 +103,8 @@ class Plan:
 
     @property
     def exchanges(self) -> int:
-        """How many exchanges play the plan: each carries a round of a bucket, and the round after of the bucket before."""
+        """How many exchanges play the plan: each carries a round of a bucket, and the round after
+        of the bucket before."""
         return self.buckets + self.rounds - 1
 
     @cached_property
@@ -113,7 +119,8 @@ class Plan:
 
     @cached_property
     def bytes_by_pair(self) -> np.ndarray:
-        """Bytes from rank to rank: int64 [world, world]; what a rank has already is not moved and not counted."""
+        """Bytes from rank to rank: int64 [world, world]; what a rank has already is not moved and
+        not counted."""
         # Weights that move alike share their moves: count these once, times the weights.
         times = Counter(id(w.moves) for w in self.weights)
         weights = {id(w.moves): w for w in self.weights}
@@ -125,7 +132,8 @@ class Plan:
         return total.reshape(self.world, self.world)
 
     def turns(self, rank: int) -> Iterator[Turn]:
-        """What `rank` does, bucket by bucket. Slices that travel together are merged into few boxes."""
+        """What `rank` does, bucket by bucket. Slices that travel together are merged
+        into few boxes."""
         local: list[list[Move]] = [[] for _ in range(self.buckets)]
         sends: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
         receives: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
@@ -153,11 +161,15 @@ class Plan:
             rounds = tuple(Round(tuple(sent), tuple(received)) for sent, received in columns)
             yield Turn(tuple(local[number]), rounds)
 
-    def _boxes(self, slices: Slices, moves: Moves, bucket: list[int], rank: int) -> list[tuple[Transit, Box]]:
-        """Merged boxes of one weight that stay on `rank` (round -1), arrive or leave, each with its transit.
+    def _boxes(
+        self, slices: Slices, moves: Moves, bucket: list[int], rank: int
+    ) -> list[tuple[Transit, Box]]:
+        """Merged boxes of one weight that stay on `rank` (round -1), arrive or leave,
+        each with its transit.
 
-        They are in the order of their first slices. A box lies in one tensor of its sender and in one of its receiver, as it is a
-        view of each. A slice that only passes through is not merged.
+        They are in the order of their first slices. A box lies in one tensor of its sender and in
+        one of its receiver, as it is a view of each. A slice that only passes through
+        is not merged.
         """
         # 1. List the slices: those that stay, then those that move.
         stays = np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank]).tolist()
@@ -197,7 +209,9 @@ class Plan:
         cache: dict[int, Moves] = {}
         for w in self.weights:
             if (w.slices.has.sum(1) != 1).any():
-                raise ValueError(f"{w.name} is held more than once: a sum needs one home for every element")
+                raise ValueError(
+                    f"{w.name} is held more than once: a sum needs one home for every element"
+                )
             m = w.moves
             if id(m) not in cache:
                 number = self.rounds - 1 - m.round
@@ -220,12 +234,13 @@ def switch_plan(
     planner: Planner = "fan_out",
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """The plan that brings every wanted element to every rank that lacks it, in the order of `wanted`.
+    """The plan that brings every wanted element to every rank that lacks it,
+    in the order of `wanted`.
 
     `itemsize`: bytes an element on the wire.
     `bucket_bytes`: None makes one bucket.
-    Raises ValueError for an element that nobody holds, UsageError for a bucket too small to move a single one.
-    """
+    Raises ValueError for an element that nobody holds, UsageError for a bucket too small to move a
+    single one."""
     world = world_of(held, wanted)
     loads = np.zeros((3, world), np.int64)
     slices_cache: dict[tuple[Spread, Spread], Slices] = {}
@@ -254,18 +269,24 @@ def switch_plan(
 
     # 3. Deal the slices into buckets.
     buckets, buffer_bytes = _buckets(rows, world, bucket_bytes)
-    weights = tuple(WeightPlan(name, slices, moves, bucket) for (name, slices, moves), bucket in zip(rows, buckets))
+    weights = tuple(
+        WeightPlan(name, slices, moves, bucket)
+        for (name, slices, moves), bucket in zip(rows, buckets)
+    )
     return Plan(planner, links, world, itemsize, bucket_bytes, buffer_bytes, weights)
 
 
 def world_of(*sides: Placed) -> int:
     """How many ranks the sides speak of: those up to the highest that has something."""
     spreads = {spread for side in sides for spread in side.values()}
-    return 1 + max((rank for spread in spreads for _, ranks in spread.boxes for rank in ranks), default=0)
+    return 1 + max(
+        (rank for spread in spreads for _, ranks in spread.boxes for rank in ranks), default=0
+    )
 
 
 def _differences(slices: Slices, links: Links, loads: np.ndarray) -> bytes:
-    """Differences between the loads of ranks that a planner compares: its decisions depend on nothing else.
+    """Differences between the loads of ranks that a planner compares: its decisions depend on
+    nothing else.
 
     Weights of many layers meet the same differences again and again. They are then decided once.
     """
@@ -284,11 +305,14 @@ def _differences(slices: Slices, links: Links, loads: np.ndarray) -> bytes:
     return relevant.tobytes()
 
 
-def _buckets(rows: Sequence[tuple[str, Slices, Moves]], world: int, bucket_bytes: int | None) -> tuple[list[np.ndarray], int]:
-    """The bucket of every slice, by weight, and the most bytes that a rank sends and receives in one bucket.
+def _buckets(
+    rows: Sequence[tuple[str, Slices, Moves]], world: int, bucket_bytes: int | None
+) -> tuple[list[np.ndarray], int]:
+    """The bucket of every slice, by weight, and the most bytes that a rank sends and receives in
+    one bucket.
 
-    A bucket ends before the slice with which some rank would send, or receive, more than `bucket_bytes`.
-    """
+    A bucket ends before the slice with which some rank would send, or receive,
+    more than `bucket_bytes`."""
     limit = np.iinfo(np.int64).max if bucket_bytes is None else bucket_bytes
     totals: dict[int, np.ndarray] = {}
     number = 0

@@ -1,9 +1,12 @@
-"""Who sends each needed slice to whom. Three planners, each a pure function of one weight's slices and of what everyone has sent so far.
+"""Who sends each needed slice to whom. Three planners, each a pure function of one weight's slices
+and of what everyone has sent so far.
 
-    algorithm1    HotSPa (SOSP 2024), Algorithm 1: for every slice and every rank that needs it, the holder on the same node that has sent
-                  least inside nodes; where there is none, the holder that has sent least between nodes
-    fan_out       a slice enters a node that lacks it once, by the network card of whichever of its ranks has received least, and spreads
-                  inside the node from there: two rounds. Between nodes a byte then travels once a node instead of once a rank
+    algorithm1    HotSPa (SOSP 2024), Algorithm 1: for every slice and every rank that needs it, the
+                  holder on the same node that has sent least inside nodes; where there is none, the
+                  holder that has sent least between nodes
+    fan_out       a slice enters a node that lacks it once, by the network card of whichever of its
+                  ranks has received least, and spreads inside the node from there: two rounds.
+                  Between nodes a byte then travels once a node instead of once a rank
     first_owner   no planner: the lowest rank that holds the slice
 
         algorithm1   A0 ──> B0, B1, B2, B3          fan_out   round 0   A0 ──> B1
@@ -23,12 +26,14 @@ from longshift.switch.options import Planner
 from longshift.switch.slices import Slices
 
 FULL = 2**62
-INSIDE, BETWEEN, ENTERED = range(3)  # rows of the loads: sent inside nodes, sent between nodes, received from other nodes
+# Rows of the loads: sent inside nodes, sent between nodes, received from other nodes.
+INSIDE, BETWEEN, ENTERED = range(3)
 
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Moves of one weight, by slice, then round, then target: int32 [moves] each. A round's moves need those of the round before."""
+    """Moves of one weight, by slice, then round, then target: int32 [moves] each. A round's moves
+    need those of the round before."""
 
     slice: np.ndarray
     round: np.ndarray
@@ -39,7 +44,9 @@ class Moves:
     def digest(self) -> bytes:
         """SHA-256 of the moves."""
         columns = self.slice, self.round, self.source, self.target
-        return hashlib.sha256(b"".join(column.astype("<i4").tobytes() for column in columns)).digest()
+        return hashlib.sha256(
+            b"".join(column.astype("<i4").tobytes() for column in columns)
+        ).digest()
 
     def __len__(self) -> int:
         return len(self.slice)
@@ -55,7 +62,9 @@ def assign(planner: Planner, slices: Slices, links: Links, loads: np.ndarray) ->
         parts = [part for rows in slices.waves for part in wave(slices, rows, links, loads).parts()]
     if not parts:
         return Moves(*(np.zeros(0, np.int32) for _ in range(4)))
-    row, number, source, target = (np.concatenate([part[field] for part in parts]).astype(np.int32) for field in range(4))
+    row, number, source, target = (
+        np.concatenate([part[field] for part in parts]).astype(np.int32) for field in range(4)
+    )
     order = np.lexsort((target, number, row))
     return Moves(slice=row[order], round=number[order], source=source[order], target=target[order])
 
@@ -64,7 +73,8 @@ Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # slice, round, so
 
 
 class _Wave:
-    """Slices `rows` of a weight, no two with a common holder. `near`: needed where the node has a holder; `far`: where it has none."""
+    """Slices `rows` of a weight, no two with a common holder. `near`: needed where the node has a
+    holder; `far`: where it has none."""
 
     def __init__(self, slices: Slices, rows: np.ndarray, links: Links, loads: np.ndarray):
         self.rows = rows
@@ -106,7 +116,8 @@ class _Wave:
         return self.rows[row], np.zeros_like(row), sources, targets
 
     def _deal_far(self, count: np.ndarray) -> np.ndarray:
-        """The sources, by slice, where all holders of a slice share its `count` sends to other nodes."""
+        """The sources, by slice, where all holders of a slice share its `count` sends
+        to other nodes."""
         rows = np.flatnonzero(count)
         group, holder = np.nonzero(self.has[rows])
         return deal(group, holder, count[rows], self.size[rows], self.loads[BETWEEN])
@@ -138,10 +149,11 @@ class _FanOut(_Wave):
         return [first, second, self._deal_near()]
 
     def _entries(self, lacking: np.ndarray) -> np.ndarray:
-        """The rank by which each slice enters each lacking node: int64 [slices, nodes], -1 where nothing enters.
+        """The rank by which each slice enters each lacking node: int64 [slices, nodes], -1 where
+        nothing enters.
 
-        It is the rank that has received least from outside. A rank that does not want the slice counts as one slice fuller, for it
-        would only pass it on.
+        It is the rank that has received least from outside. A rank that does not want the slice
+        counts as one slice fuller, for it would only pass it on.
         """
         num_rows, num_nodes = lacking.shape
         world = len(self.node)
@@ -164,15 +176,17 @@ class _FanOut(_Wave):
         return entries
 
 
-def deal(group: np.ndarray, rank: np.ndarray, count: np.ndarray, size: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """The ranks that are picked, by group, in the order of picking. `count` times the member of least load, the first of equals,
-    takes `size`.
+def deal(
+    group: np.ndarray, rank: np.ndarray, count: np.ndarray, size: np.ndarray, load: np.ndarray
+) -> np.ndarray:
+    """The ranks that are picked, by group, in the order of picking. `count` times the member of
+    least load, the first of equals, takes `size`.
 
-    `group`, `rank`: the members, by group (0, 1, ... without gaps), then by rank; no rank is in two.
-    `count`, `size`: by group. Adds the sizes to `load`.
+    `group`, `rank`: the members, by group (0, 1, ... without gaps), then by rank; no rank is in
+    two. `count`, `size`: by group. Adds the sizes to `load`.
 
-    A member picked j times before has load + j * size: the picks of a group are the `count` least of these numbers.
-    """
+    A member picked j times before has load + j * size: the picks of a group are the `count` least
+    of these numbers."""
     groups = np.arange(len(count))
     first = np.searchsorted(group, groups)
     members = np.diff(np.append(first, len(group)))

@@ -1,10 +1,11 @@
-"""Slices: the common refinement of what is held and what is wanted of one weight. Each has one set of holders and one of wanters.
+"""Slices: the common refinement of what is held and what is wanted of one weight. Each has one set
+of holders and one of wanters.
 
 held                 wanted                slices
 ┌───────┐            ┌───┬───┐             ┌───┬───┐
 │   a   │            │   │   │             │ a │ a │
-├───────┤     and    │ x │ y │    gives    ├───┼───┤      (the letters: the ranks that have, or want, each)
-│   b   │            │   │   │             │ b │ b │
+├───────┤     and    │ x │ y │    gives    ├───┼───┤      the letters: the ranks
+│   b   │            │   │   │             │ b │ b │      that have, or want, each
 └───────┘            └───┴───┘             └───┴───┘
                                              x   y
 """
@@ -25,8 +26,8 @@ from longshift.switch.placed import Spread
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """The wanted slices of a weight. `has`, `wants`: bool [slices, world]; `size_bytes`: int64 [slices]; `held`, `wanted`: what they
-    refine."""
+    """The wanted slices of a weight. `has`, `wants`: bool [slices, world]; `size_bytes`: int64
+    [slices]; `held`, `wanted`: what they refine."""
 
     boxes: tuple[Box, ...]
     size_bytes: np.ndarray
@@ -51,8 +52,8 @@ class Slices:
 
     @cached_property
     def waves(self) -> tuple[np.ndarray, ...]:
-        """Indices of the slices somebody needs, in runs that can be dealt at one time: no two of a run share a holder, and of two that
-        do, the earlier one is in an earlier run."""
+        """Indices of the slices somebody needs, in runs that can be dealt at one time: no two of a
+        run share a holder, and of two that do, the earlier one is in an earlier run."""
         last_wave = np.full(self.has.shape[1], -1)
         waves: list[list[int]] = []
         for index in np.flatnonzero(self.needs.any(1)):
@@ -65,13 +66,19 @@ class Slices:
         return tuple(np.array(wave) for wave in waves)
 
 
-def refine(held: Spread, wanted: Spread, world: int, itemsize: int, bucket_bytes: int | None) -> Slices:
-    """The slices that somebody wants. With `bucket_bytes`, small enough that all who need one can get it from one rank within a bucket.
-    Raises ValueError for a wanted slice that nobody holds, UsageError for a bucket too small for one element."""
+def refine(
+    held: Spread, wanted: Spread, world: int, itemsize: int, bucket_bytes: int | None
+) -> Slices:
+    """The slices that somebody wants. With `bucket_bytes`, small enough that all who need one can
+    get it from one rank within a bucket. Raises ValueError for a wanted slice that nobody holds,
+    UsageError for a bucket too small for one element."""
     # 1. Cut the weight into a grid, at every edge of every box.
     num_dims = len(wanted.boxes[0][0].start) if wanted.boxes else 0
     all_boxes = [box for box, _ in (*held.boxes, *wanted.boxes)]
-    cuts = [sorted({edge for box in all_boxes for edge in (box.start[dim], box.stop[dim])}) for dim in range(num_dims)]
+    cuts = [
+        sorted({edge for box in all_boxes for edge in (box.start[dim], box.stop[dim])})
+        for dim in range(num_dims)
+    ]
     has = _members(held, cuts, world)
     wants = _members(wanted, cuts, world)
     cells = [_box(cell) for cell in product(*map(pairwise, cuts))]
@@ -91,7 +98,10 @@ def refine(held: Spread, wanted: Spread, world: int, itemsize: int, bucket_bytes
         max_elements = bucket_bytes // itemsize // np.maximum(1, num_needing)
         if boxes and max_elements.min() < 1:
             min_bytes = itemsize * int(num_needing.max())
-            raise UsageError(f"a bucket of {bucket_bytes} bytes cannot hold one element for each rank that needs it: at least {min_bytes}")
+            raise UsageError(
+                f"a bucket of {bucket_bytes} bytes cannot hold one element for each rank that needs"
+                f" it: at least {min_bytes}"
+            )
         parts = [list(_cut(box, int(limit))) for box, limit in zip(boxes, max_elements)]
         counts = [len(part) for part in parts]
         boxes = [box for part in parts for box in part]
@@ -117,7 +127,8 @@ def _members(spread: Spread, cuts: list[list[int]], world: int) -> np.ndarray:
 
 
 def _spread_out(ranks: np.ndarray, order: Iterable[int]) -> list[int]:
-    """The order with the slices of equal `ranks` turn about with the others, so that any run of slices keeps all ranks busy."""
+    """The order with the slices of equal `ranks` turn about with the others, so that any run of
+    slices keeps all ranks busy."""
     turns: Counter[bytes] = Counter()
     keys = []
     for place, index in enumerate(order):

@@ -15,8 +15,9 @@ from longshift.switch.slices import refine
 class Traffic:
     """Bytes of a plan by link, and the seconds that they take.
 
-    `bound_s`: all links at work at one time, bandwidth alone. `overlapped_s`: in exchanges one after another, each a bucket's first round
-    with the second round of the bucket before, latency included. `in_order_s`: an exchange for every round.
+    `bound_s`: all links at work at one time, bandwidth alone. `overlapped_s`: in exchanges one
+    after another, each a bucket's first round with the second round of the bucket before, latency
+    included. `in_order_s`: an exchange for every round.
     """
 
     max_received_bytes: int
@@ -30,7 +31,10 @@ class Traffic:
     def __str__(self) -> str:
         inside_gb = self.intra_node_bytes / 1e9
         between_gb = self.inter_node_bytes / 1e9
-        lines = [f"{inside_gb:.3g} GB inside nodes, {between_gb:.3g} GB between them, at least {self.bound_s:.3g} s"]
+        lines = [
+            f"{inside_gb:.3g} GB inside nodes, {between_gb:.3g} GB between them, at least"
+            f" {self.bound_s:.3g} s"
+        ]
         for source, row in enumerate(self.by_node if between_gb else ()):
             parts = [f"  node {source}: {row[source] / 1e9:.3g} GB inside"]
             for target, size in enumerate(row):
@@ -41,7 +45,8 @@ class Traffic:
 
 
 def traffic(plan: Plan) -> Traffic:
-    """What a plan puts on the links. Of a device's links to its node and to other nodes, one way each, the busiest sets the time."""
+    """What a plan puts on the links. Of a device's links to its node and to other nodes, one way
+    each, the busiest sets the time."""
     links = plan.links
     pairs = plan.bytes_by_pair
     starts = np.arange(0, plan.world, links.per_node)
@@ -63,9 +68,9 @@ def traffic(plan: Plan) -> Traffic:
 def least_s(held: Placed, wanted: Placed, links: Links, itemsize: int) -> float:
     """Lower bound of `bound_s` for `fan_out` and `algorithm1`, some fifty times faster than a plan.
 
-    It is the time of the busiest link of a node or a rank, where all that a planner may choose is dealt evenly. A slice enters a node
-    without holders once, from the holders' node where there is only one. Otherwise it moves inside the node, from the holder where
-    there is only one.
+    It is the time of the busiest link of a node or a rank, where all that a planner may choose is
+    dealt evenly. A slice enters a node without holders once, from the holders' node where there is
+    only one. Otherwise it moves inside the node, from the holder where there is only one.
     """
     world = world_of(held, wanted)
     starts = np.arange(0, world, min(links.per_node, world))
@@ -107,13 +112,17 @@ def seconds_by_exchange(plan: Plan) -> list[float]:
 
 
 def _seconds(loads: np.ndarray, links: Links) -> np.ndarray:
-    """Seconds of each exchange, int64 [exchanges, 4, world]; one that moves nothing takes no time."""
-    rates = np.array((links.intra_bytes_s, links.intra_bytes_s, links.inter_bytes_s, links.inter_bytes_s))
+    """Seconds of each exchange, int64 [exchanges, 4, world]; one that moves nothing takes no
+    time."""
+    rates = np.array(
+        (links.intra_bytes_s, links.intra_bytes_s, links.inter_bytes_s, links.inter_bytes_s)
+    )
     return (loads.max(2) / rates).max(1) + links.latency_s * loads.any((1, 2))
 
 
 def _by_exchange(plan: Plan, round_bytes: np.ndarray) -> np.ndarray:
-    """Bytes of every exchange, each a bucket's first round with later rounds of the buckets before: int64 [exchanges, 4, world]."""
+    """Bytes of every exchange, each a bucket's first round with later rounds of the buckets before:
+    int64 [exchanges, 4, world]."""
     exchange_bytes = np.zeros((plan.exchanges, 4, plan.world), np.int64)
     for number in range(plan.rounds):
         exchange_bytes[number : number + plan.buckets] += round_bytes[:, number]
@@ -121,8 +130,8 @@ def _by_exchange(plan: Plan, round_bytes: np.ndarray) -> np.ndarray:
 
 
 def _by_round(plan: Plan) -> np.ndarray:
-    """Bytes of every round of every bucket, sent and received inside nodes, sent and received between them: int64 [buckets, rounds, 4,
-    world]."""
+    """Bytes of every round of every bucket, sent and received inside nodes, sent and received
+    between them: int64 [buckets, rounds, 4, world]."""
     loads = np.zeros((plan.buckets, plan.rounds, 4, plan.world), np.int64)
     for w in plan.weights:
         moves = w.moves

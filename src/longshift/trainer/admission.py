@@ -1,4 +1,5 @@
-"""Admission: whether the largest step of a run has room on every rank, decided by all ranks before anything is built."""
+"""Admission: whether the largest step of a run has room on every rank, decided by all ranks before
+anything is built."""
 
 import gc
 import shutil
@@ -20,15 +21,17 @@ from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
 from longshift.weigh.recorder import Transport
 from longshift.weigh.state_memory import saved_bytes
 
-COPY_ROOM = 2  # copies of the state that must have room where one is made: as much again stays free for other programs and cached files
+# Copies of the state that must have room where one is made: as much again stays free for other
+# programs and cached files.
+COPY_ROOM = 2
 CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """`told`: what the rank that needs most needs, and what there is for it, in a sentence; `early`: whether units on disk may be updated
-    before the norm; `background`: whether memory has room for a copy of the state, from which checkpoints are written while training goes
-    on."""
+    """`told`: what the rank that needs most needs, and what there is for it, in a sentence;
+    `early`: whether units on disk may be updated before the norm; `background`: whether memory has
+    room for a copy of the state, from which checkpoints are written while training goes on."""
 
     told: str
     early: bool
@@ -36,8 +39,9 @@ class Admitted:
 
 
 def admit(config: Config, world: World, run: Path) -> Admitted:
-    """Refuse a run whose largest step cannot have room on some rank, on the device or where it waits; collective, and one decision of all.
-    Where a run has room only if no unit is updated before the norm, none is. Raises OutOfMemoryError with the arithmetic."""
+    """Refuse a run whose largest step cannot have room on some rank, on the device or where it
+    waits; collective, and one decision of all. Where a run has room only if no unit is updated
+    before the norm, none is. Raises OutOfMemoryError with the arithmetic."""
     room, process = _room(world)
     cpu = world.device.type == "cpu"
     transport: Transport = "gloo" if cpu else "nccl"
@@ -62,17 +66,25 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
     copy_bytes = max(saved_bytes(shape.steps(rank_need.rank)) for rank_need in step_needs)
     host_bytes = COPY_ROOM * copy_bytes
     host_bytes += need.device.total if cpu else sum(waiting["host"].values())
-    lacks_room = host_bytes * world.per_node > host_memory()[1] or (cpu and host_bytes + process > room)
+    lacks_room = host_bytes * world.per_node > host_memory()[1] or (
+        cpu and host_bytes + process > room
+    )
     background = not is_on_disk and not any(world.gather_text("lacks room" * lacks_room))
 
     # 3. Say what is needed.
-    text = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
+    text = (
+        f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of"
+        " the process"
+    )
     text += f"; a rank may have {_gib(room)}"
     for place, where in (("host", "in host memory"), ("disk", "on disk")):
         if size := largest_need(step_needs, place).of(place):
             text += f"; {_gib(size)} lie {where}"
     if not background and not is_on_disk:
-        text += f"; a copy of the state, {_gib(copy_bytes)}, has no room, so training waits while a checkpoint is written"
+        text += (
+            f"; a copy of the state, {_gib(copy_bytes)}, has no room, so training waits while a"
+            " checkpoint is written"
+        )
     if not shape.early:
         text += "; updates before the norm have no room"
     return Admitted(told=text, early=shape.early, background=background)
@@ -91,24 +103,37 @@ def _lacking(
     step_needs: Sequence[Need],
     waiting: dict[str, dict[str, int]],
 ) -> Iterator[str]:
-    """What has no room on this rank, place by place, with the arithmetic. `step_needs`: the needs of the largest step."""
+    """What has no room on this rank, place by place, with the arithmetic. `step_needs`: the needs
+    of the largest step."""
     need = largest_need(step_needs)
     if need.device.total + process > room:
         alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
         yield (
-            f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
-            f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; "
-            "recompute-full, more tp, u or ring, z3, chunks, a smaller upto, pack or train.pack_tokens take less"
+            f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in"
+            f" {need.device.op} ({alive}), besides {process / 2**30:.2f} GiB that the process has,"
+            f" and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or ring, z3,"
+            " chunks, a smaller upto, pack or train.pack_tokens take less"
         )
     if waiting["disk"]:
         folder = config.stream.options(run).folder
-        yield from _crowded(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
+        yield from _crowded(
+            waiting["disk"],
+            world.per_node,
+            shutil.disk_usage(folder).free,
+            f"{folder} has",
+            "another stream.folder",
+        )
     if waiting["host"]:
-        yield from _crowded(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
+        yield from _crowded(
+            waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk"
+        )
 
 
-def _waiting(config: Config, shape: StepShape, step_needs: Sequence[Need], transport: Transport, cpu: bool) -> dict[str, dict[str, int]]:
-    """Bytes that a rank keeps in host memory and on disk, by layout; each group's tier is kept while others run."""
+def _waiting(
+    config: Config, shape: StepShape, step_needs: Sequence[Need], transport: Transport, cpu: bool
+) -> dict[str, dict[str, int]]:
+    """Bytes that a rank keeps in host memory and on disk, by layout; each group's tier is kept
+    while others run."""
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     # 1. Offloaded activations of each group, as if it were alone and the state on the device.
     shape_without_state = replace(shape, home_in=HomeTiers())
@@ -116,7 +141,11 @@ def _waiting(config: Config, shape: StepShape, step_needs: Sequence[Need], trans
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            edge_needs = step_needs if is_alone else memory_needs(shape_without_state, [edge], transport, cpu)
+            edge_needs = (
+                step_needs
+                if is_alone
+                else memory_needs(shape_without_state, [edge], transport, cpu)
+            )
             waiting[place][str(edge.use)] = largest_need(edge_needs, place).of(place)
 
     # 2. The rest of what lies there is the state.
@@ -127,28 +156,36 @@ def _waiting(config: Config, shape: StepShape, step_needs: Sequence[Need], trans
     return waiting
 
 
-def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> Iterator[str]:
-    """What has no room of what is kept in a place, in bytes of a rank by layout. A group's memory is kept while others run."""
+def _crowded(
+    waiting: dict[str, int], ranks: int, free: int, where: str, instead: str
+) -> Iterator[str]:
+    """What has no room of what is kept in a place, in bytes of a rank by layout. A group's memory
+    is kept while others run."""
     need = sum(waiting.values())
     if need * ranks > free:
         parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
         yield (
-            f"what is kept there in the largest step needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
-            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, every1, every4, more "
-            "tp, u or ring, or a smaller upto"
+            f"what is kept there in the largest step needs {parts} = {need / 2**30:.2f} GiB of each"
+            f" of {ranks} ranks, together {need * ranks / 2**30:.2f} GiB, and"
+            f" {where} {free / 2**30:.2f} GiB free: try {instead}, every1, every4, more tp, u or"
+            " ring, or a smaller upto"
         )
 
 
 def _room(world: World) -> tuple[int, int]:
-    """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
-    what it allows, and ranks of one GPU its memory; collective."""
+    """Bytes that this rank may have, those of the process included, and how many the process has
+    already. Ranks of one control group share what it allows, and ranks of one GPU its memory;
+    collective."""
     device = world.device
     settle(device)
-    gc.collect()  # what a trial or a stage before this one had: its player and its table refer to each other
+    # What a trial or a stage before this one had: its player and its table refer to each other.
+    gc.collect()
     if device.type != "cpu":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        sharing = _ranks_with(f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}", world)
+        sharing = _ranks_with(
+            f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}", world
+        )
         # All have settled: what is not free is theirs, in equal parts.
         free, total = torch.cuda.mem_get_info(device)
         return total // sharing, (total - free) // sharing
@@ -164,8 +201,9 @@ def _ranks_with(identity: str, world: World) -> int:
 
 
 def settle(device: torch.device) -> None:
-    """Have the process take what it takes once, whatever is trained: what a first backward and matmul in bf16 load, and on a GPU the
-    workspaces of cuBLAS, 32 MiB for each thread that multiplies on Hopper."""
+    """Have the process take what it takes once, whatever is trained: what a first backward and
+    matmul in bf16 load, and on a GPU the workspaces of cuBLAS, 32 MiB for each thread that
+    multiplies on Hopper."""
     x = torch.ones(64, 64, requires_grad=True, device=device)
     (x @ x).sum().backward()
     torch.mm(x.detach().bfloat16(), x.detach().bfloat16())

@@ -3,8 +3,8 @@
     this thread   │ step 1          │ step 2          │ step 3 ...
     another       │ draw and pack 2 │ draw and pack 3 │
 
-What is made is a function of the data, the seed and the cursor, so that it is the same as without. A checkpoint's cursor is the state's,
-which only a trained step moves.
+What is made is a function of the data, the seed and the cursor, so that it is the same as without.
+A checkpoint's cursor is the state's, which only a trained step moves.
 """
 
 from longshift.background import Background
@@ -13,7 +13,8 @@ from longshift.step.player import Player, Ready
 
 
 class Ahead:
-    """Batches of steps, each with what the player needs of it. Mutable: the one that is being made."""
+    """Batches of steps, each with what the player needs of it. Mutable: the one that is being
+    made."""
 
     def __init__(self, batches: Batches, player: Player):
         self._batches = batches
@@ -21,8 +22,8 @@ class Ahead:
         self._coming: tuple[int, Background[tuple[StepBatch, Ready]]] | None = None
 
     def take(self, cursor: int, more: bool) -> tuple[StepBatch, Ready]:
-        """The step that begins at a cursor. `more`: whether another follows, which is begun in the background. Raises what drawing this
-        step raised."""
+        """The step that begins at a cursor. `more`: whether another follows, which is begun in the
+        background. Raises what drawing this step raised."""
         coming = self._coming
         self._coming = None
         if coming and coming[0] == cursor:

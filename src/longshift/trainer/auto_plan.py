@@ -1,5 +1,6 @@
-"""The best layouts for a run's documents on a cluster, what a step takes, and why not another way: what `longshift plan` says and writes,
-and how `layout: auto` becomes layouts before the ranks start."""
+"""The best layouts for a run's documents on a cluster, what a step takes, and why not another way:
+what `longshift plan` says and writes, and how `layout: auto` becomes layouts before the ranks
+start."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -14,7 +15,14 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count
-from longshift.command_results import LayoutPlan, PlannedCluster, PlannedGroup, PlannedHome, PlannedWay, Short
+from longshift.command_results import (
+    LayoutPlan,
+    PlannedCluster,
+    PlannedGroup,
+    PlannedHome,
+    PlannedWay,
+    Short,
+)
 from longshift.config import Config
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.forecast import layout_text, on_cluster
@@ -38,12 +46,25 @@ from longshift.workload.lengths import spans
 Tell = Callable[[str], None]
 
 RIVALS = 5  # other ways that are told
-TRIALS_NOTE = "layout: auto trains some steps of each of these, and goes on with the fastest by these steps and the clock:"
-LANES = ("compute", "attention", *(axis.name for axis in token_axes()), "gather", "reduce", "switch", "tier in", "tier out")
+TRIALS_NOTE = (
+    "layout: auto trains some steps of each of these, and goes on with the fastest by these steps"
+    " and the clock:"
+)
+LANES = (
+    "compute",
+    "attention",
+    *(axis.name for axis in token_axes()),
+    "gather",
+    "reduce",
+    "switch",
+    "tier in",
+    "tier out",
+)
 
 
 def cut(lengths: Lengths, config: Config) -> Lengths:
-    """The lengths of a corpus as the run cuts them. Raises UsageError where some are too long and the config does not say what to do."""
+    """The lengths of a corpus as the run cuts them. Raises UsageError where some are too long and
+    the config does not say what to do."""
     longest = config.data.max_len
     policy = config.data.overlong
     if int(lengths.lengths[-1]) <= longest:
@@ -57,7 +78,10 @@ def cut(lengths: Lengths, config: Config) -> Lengths:
     pieces = spans(lengths.lengths, longest, policy)
     piece_lengths = pieces.stop - pieces.start
     if not len(piece_lengths):
-        raise UsageError(f"data.overlong: drop leaves no document of at most {format_size(longest)} tokens; write data.overlong: split")
+        raise UsageError(
+            f"data.overlong: drop leaves no document of at most {format_size(longest)} tokens;"
+            " write data.overlong: split"
+        )
 
     # A document stands for as many of its length as were counted, and so does each of its pieces.
     counts = lengths.counts[pieces.document]
@@ -86,16 +110,26 @@ def _homes(config: Config, cluster: Cluster) -> tuple[HomeTiers, ...]:
 
 
 def other_ranks(config: Config, cluster: Cluster) -> str | None:
-    """A sentence where a plan for all devices of a cluster has other ranks than the config's layout; None where it has as many."""
+    """A sentence where a plan for all devices of a cluster has other ranks than the config's
+    layout; None where it has as many."""
     ranks = None if isinstance(config.layout, AutoLayout) else config.world
     if ranks in (None, cluster.devices):
         return None
-    return f"the config's layout has {ranks} rank{'s' * (ranks != 1)}; this plan is for all {cluster.devices} devices of the cluster"
+    return (
+        f"the config's layout has {ranks} rank{'s' * (ranks != 1)}; this plan is for all"
+        f" {cluster.devices} devices of the cluster"
+    )
 
 
-def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None, all_devices: bool = False) -> PlanTask:
-    """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every device, however many ranks the config's
-    own layout has."""
+def task_of(
+    config: Config,
+    cluster: Cluster,
+    lengths: Lengths,
+    memory_bytes: float | None = None,
+    all_devices: bool = False,
+) -> PlanTask:
+    """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every
+    device, however many ranks the config's own layout has."""
     request = config.layout
     if not isinstance(request, AutoLayout):
         request = AutoLayout(None if all_devices else config.world)
@@ -121,7 +155,8 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
 
 @dataclass(frozen=True)
 class Planned:
-    """A task and the choice for it. `alternatives`: plans with the other homes that were compared."""
+    """A task and the choice for it. `alternatives`: plans with the other homes that were
+    compared."""
 
     task: PlanTask
     choice: SearchResult
@@ -196,8 +231,14 @@ class Planned:
             nodes=task.cluster.nodes,
             devices_per_node=task.cluster.devices_per_node,
         )
-        homes = [PlannedHome(home=plan.task.home.to_json(), seconds=plan.choice.seconds) for plan in (self, *self.alternatives)]
-        too_large = [Short(way=self.layout(way), bytes=lack, place=place) for way, lack, place in choice.short[:RIVALS]]
+        homes = [
+            PlannedHome(home=plan.task.home.to_json(), seconds=plan.choice.seconds)
+            for plan in (self, *self.alternatives)
+        ]
+        too_large = [
+            Short(way=self.layout(way), bytes=lack, place=place)
+            for way, lack, place in choice.short[:RIVALS]
+        ]
         plan = LayoutPlan(
             cluster=cluster,
             ranks=task.world,
@@ -224,9 +265,14 @@ class Planned:
                 "best": self._way(best, groups=self.groups(best), lanes=self.lanes(best)),
                 "mfu": {name: float(share) for name, share in shares.items()},
                 "single": self._way(choice.single) if choice.single else None,
-                "context_parallel": self._way(choice.context_parallel) if choice.context_parallel else None,
+                "context_parallel": (
+                    self._way(choice.context_parallel) if choice.context_parallel else None
+                ),
                 "tried": tuple(self._way(way) for way in choice.trial_plans()),
-                "rivals": tuple(self._way(way, times=way.seconds / best.seconds) for way in choice.plans[1 : 1 + RIVALS]),
+                "rivals": tuple(
+                    self._way(way, times=way.seconds / best.seconds)
+                    for way in choice.plans[1 : 1 + RIVALS]
+                ),
             }
         )
 
@@ -243,7 +289,9 @@ class Planned:
 
     def lanes(self, way: PlanCandidate) -> dict[str, float]:
         """Seconds in which each lane of the busiest stage does something, of the mean step."""
-        busy_s = {lane: float(np.mean([step.busy_s(lane) for step, _ in way.steps])) for lane in LANES}
+        busy_s = {
+            lane: float(np.mean([step.busy_s(lane) for step, _ in way.steps])) for lane in LANES
+        }
         return {lane: seconds for lane, seconds in busy_s.items() if seconds}
 
     def lines(self) -> Iterator[str]:
@@ -276,7 +324,9 @@ class Planned:
         max_s = best.seconds * (1 + self.band)
         calibration = task.cluster.calibration
         source = f", calibrated by {calibration.steps} steps" if calibration else ""
-        yield f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g}), on the clock{source}"
+        yield (
+            f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g}), on the clock{source}"
+        )
         device_bytes = best.bytes["device"]
         spare = task.budget_bytes - device_bytes
         yield f"a device needs {_gib(device_bytes)}: {_gib(spare)} left; most at {best.peak}"
@@ -301,10 +351,15 @@ class Planned:
         single = choice.single
         context = choice.context_parallel
         if single is not None and single is not best:
-            yield f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times as long"
+            yield (
+                f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times"
+                " as long"
+            )
         if context is not None and context not in (best, single):
             times = context.seconds / best.seconds
-            yield f"the best by context parallelism alone, {context}, takes {times:.2f} times as long"
+            yield (
+                f"the best by context parallelism alone, {context}, takes {times:.2f} times as long"
+            )
         for way in choice.plans[1 : 1 + RIVALS]:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
         for way, lack, memory in choice.short[:RIVALS]:
@@ -352,8 +407,9 @@ def plan(task: PlanTask, tell: Callable[[str], None] = lambda line: None) -> Pla
 def resolve_layout(
     config: Config, cluster: Callable[[int], Cluster], lengths: Callable[[], Lengths], tell: Tell
 ) -> tuple[Config, PlanFile | None]:
-    """The config with `layout: auto` chosen, and the plan that is kept in the run's folder. A run that has a plan for what is asked goes on
-    with it. `cluster`: this machine, for a number of ranks; `lengths`: of the run's corpus. Raises OutOfMemoryError where nothing fits."""
+    """The config with `layout: auto` chosen, and the plan that is kept in the run's folder. A run
+    that has a plan for what is asked goes on with it. `cluster`: this machine, for a number of
+    ranks; `lengths`: of the run's corpus. Raises OutOfMemoryError where nothing fits."""
     request = config.layout
     if not isinstance(request, AutoLayout):
         return config, None
@@ -393,7 +449,8 @@ def resolve_layout(
 
 
 def write_config(config: Config, plan: Planned, path: Path) -> None:
-    """Write the config with the best choice. Raises UsageError where there is none or the file cannot be written."""
+    """Write the config with the best choice. Raises UsageError where there is none or the file
+    cannot be written."""
     best = plan.choice.best
     if best is None:
         raise UsageError("--emit: nothing fits, so there is no layout to write")
@@ -406,7 +463,8 @@ def write_config(config: Config, plan: Planned, path: Path) -> None:
 
 
 def write_trace(way: PlanCandidate, path: Path) -> None:
-    """Write the first of the steps that were played, in the Trace Event Format. Raises UsageError where the file cannot be written."""
+    """Write the first of the steps that were played, in the Trace Event Format. Raises UsageError
+    where the file cannot be written."""
     step, _ = way.steps[0]
     spans: dict[int, list[Span]] = {}
     for start, pieces in zip(step.starts, step.played):

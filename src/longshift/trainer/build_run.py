@@ -1,4 +1,5 @@
-"""What a stage of a run is built from: its documents, its state from a checkpoint, a model folder or the seed, and the player."""
+"""What a stage of a run is built from: its documents, its state from a checkpoint, a model folder
+or the seed, and the player."""
 
 from dataclasses import replace
 from functools import cache
@@ -35,7 +36,14 @@ class StageStart(NamedTuple):
     facts: Facts | None
 
 
-def resume_or_build(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool, early: bool = True) -> StageStart:
+def resume_or_build(
+    stage: Stage,
+    world: World,
+    fingerprints: Fingerprints,
+    run: Path,
+    resume: bool,
+    early: bool = True,
+) -> StageStart:
     """Load the state from the newest checkpoint of `run`, or build it if the run is not resumed.
 
     The newest checkpoint may be the one that the stage before has left. `early`: of `build_state`.
@@ -123,7 +131,9 @@ def build_state(
     return state
 
 
-def build_player(config: Config, world: World, state: State, run: Path, checked: bool = False) -> Player:
+def build_player(
+    config: Config, world: World, state: State, run: Path, checked: bool = False
+) -> Player:
     """Build what plays the steps of a run; collective, since ranks agree on the speed of links.
 
     `run`: the run's folder, for what is streamed to disk. `checked`: what comes back is compared.
@@ -152,14 +162,21 @@ def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
 
 
 def initial(config: Config, dtype: torch.dtype) -> Source:
-    """Weights to begin with: of the model folder, and adapters of the folder of PEFT that the config names, or drawn. The adapters'
-    folder is opened for the first of them: a run that goes on needs none. Raises CheckpointError for a folder that does not hold them."""
+    """Weights to begin with: of the model folder, and adapters of the folder of PEFT that the
+    config names, or drawn. The adapters' folder is opened for the first of them: a run that goes on
+    needs none. Raises CheckpointError for a folder that does not hold them."""
     drawn = random_source(config.spec, config.train.seed, dtype)
     base = config.spec.base
     model = config.model
-    folder = WeightFolder(Path(model.path), base) if model.path and model.init == "pretrained" else None
+    folder = (
+        WeightFolder(Path(model.path), base) if model.path and model.init == "pretrained" else None
+    )
     adapter_path = model.lora.init_from if model.lora else None
-    adapters = cache(lambda: AdapterFolder(Path(adapter_path or ""), config.spec)) if adapter_path else None
+    adapters = (
+        cache(lambda: AdapterFolder(Path(adapter_path or ""), config.spec))
+        if adapter_path
+        else None
+    )
 
     def read(name: str, box: Box) -> torch.Tensor:
         if name in base.by_name:
@@ -170,9 +187,12 @@ def initial(config: Config, dtype: torch.dtype) -> Source:
 
 
 def continued(config: Config, saved: Checkpoint, dtype: torch.dtype) -> Source:
-    """Weights after a checkpoint: its own, and those that are not trained from where they came from."""
+    """Weights after a checkpoint: its own, and those that are not trained from where they came
+    from."""
     trained = saved.source()
     if config.spec.learned == config.spec.parameters:
         return trained
     first = initial(config, dtype)
-    return lambda name, box: first(name, box) if config.spec.by_name[name].frozen else trained(name, box)
+    return lambda name, box: (
+        first(name, box) if config.spec.by_name[name].frozen else trained(name, box)
+    )

@@ -1,8 +1,10 @@
-"""Is a layout the same training as one process? The comparison behind `longshift check`, the tests and `benchmarks/parity.py`.
+"""Is a layout the same training as one process? The comparison behind `longshift check`, the tests
+and `benchmarks/parity.py`.
 
-The reference is plain PyTorch: the decoder in one process, one document at a time, with attention, adapters and the loss by their
-definitions, torch's clip and its unfused optimizer. Four things are compared: the loss of every step, every weight's gradient (first and
-last step), the weights, and the optimizer's moments.
+The reference is plain PyTorch: the decoder in one process, one document at a time, with attention,
+adapters and the loss by their definitions, torch's clip and its unfused optimizer. Four things are
+compared: the loss of every step, every weight's gradient (first and last step), the weights, and
+the optimizer's moments.
 """
 
 import math
@@ -34,8 +36,8 @@ from longshift.user_code import load_object
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, how, and on what; without a layout. `source`: of the initial weights; `batches`: the documents of each step;
-    `clips`: the largest gradient norm of each."""
+    """What is trained, how, and on what; without a layout. `source`: of the initial weights;
+    `batches`: the documents of each step; `clips`: the largest gradient norm of each."""
 
     spec: ModelSpec
     precision: Precision
@@ -52,12 +54,19 @@ class Case:
 
 
 class Definition(Ops):
-    """Attention and the loss in torch's plain operations, so that the reference has no kernel, window or mask of the product. It is for one
-    document at a time."""
+    """Attention and the loss in torch's plain operations, so that the reference has no kernel,
+    window or mask of the product. It is for one document at a time."""
 
-    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
-        """Causal attention: [T, N, H]. To all tokens before, or where the block has a window to the model's last `sliding_window` tokens, a
-        token's own included."""
+    def attend(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        micro: MicroBatch,
+        window: int | None = None,
+    ) -> Tensor:
+        """Causal attention: [T, N, H]. To all tokens before, or where the block has a window to the
+        model's last `sliding_window` tokens, a token's own included."""
         window = None if window is None else self.spec.sliding_window
         queries_a_key = q_TNH.shape[1] // k_TKH.shape[1]
         k_TNH, v_TNH = (x.repeat_interleave(queries_a_key, dim=1) for x in (k_TKH, v_TKH))
@@ -67,7 +76,9 @@ class Definition(Ops):
         tokens = torch.arange(len(q_TNH))
         before_TT = tokens[:, None] - tokens[None, :]
         seen_TT = (before_TT >= 0) & (before_TT < (window or len(q_TNH)))
-        return torch.einsum("nqk,knh->qnh", scores_NTT.masked_fill(~seen_TT, -math.inf).softmax(dim=-1), v_TNH)
+        return torch.einsum(
+            "nqk,knh->qnh", scores_NTT.masked_fill(~seen_TT, -math.inf).softmax(dim=-1), v_TNH
+        )
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
         """The sum of the losses of the target tokens; cross-entropies in nats."""
@@ -75,12 +86,15 @@ class Definition(Ops):
             target = labels_T != IGNORE
             if not target.any():
                 return 0.0 * logits_TV.sum()
-            return load_object(self.spec.loss, "train.loss")(logits_TV[target], labels_T[target]).sum()
+            return load_object(self.spec.loss, "train.loss")(
+                logits_TV[target], labels_T[target]
+            ).sum()
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
 
 
 def with_adapters(model: Decoder) -> dict[str, Tensor]:
-    """The weights that a model computes with, by the names of their parameters: W + alpha / rank B A where a weight has an adapter."""
+    """The weights that a model computes with, by the names of their parameters: W + alpha / rank B
+    A where a weight has an adapter."""
     lora = model.spec.lora
     base = model.spec.base
     weights: dict[str, Tensor] = {}
@@ -96,19 +110,31 @@ def with_adapters(model: Decoder) -> dict[str, Tensor]:
 
 
 class Reference:
-    """Training in one process, step by step. Mutable: its weights, and the numbers of the steps so far."""
+    """Training in one process, step by step. Mutable: its weights, and the numbers of the steps so
+    far."""
 
     def __init__(self, case: Case):
         self._case = case
         dtype = case.precision.home
-        self.use(case.spec, {p.name: case.source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in case.spec.params})
-        self._weights = {name: weight for name, weight in self.model.weights().items() if weight.requires_grad}
-        self._optimizer = torch_optimizer(case.rule, decay_groups(case.spec, case.rule, self._weights), fused=False)
+        self.use(
+            case.spec,
+            {
+                p.name: case.source(p.name, Box.whole(p.shape)).to(dtype).clone()
+                for p in case.spec.params
+            },
+        )
+        self._weights = {
+            name: weight for name, weight in self.model.weights().items() if weight.requires_grad
+        }
+        self._optimizer = torch_optimizer(
+            case.rule, decay_groups(case.spec, case.rule, self._weights), fused=False
+        )
         self._losses: list[float] = []
         self._gradients: dict[str, Tensor] = {}
 
     def use(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
-        """Compute the steps that follow as a model with these weights, whose table of parameters is the case's."""
+        """Compute the steps that follow as a model with these weights, whose table of parameters is
+        the case's."""
         self.model = Decoder(spec, self._case.precision.float8).load(dict(weights))
         self._definition = Definition(spec)
         # What is rounded to eight bits is the weight alone, without its adapter.
@@ -122,7 +148,11 @@ class Reference:
         losses = [self._backward(batch, number) for number in range(len(batch.documents))]
         self._losses.append(sum(losses) / batch.target_tokens)
         for kind in self._case.gradient_kinds(step):
-            self._gradients |= {f"{kind}/{name}": w.grad.clone() for name, w in self._weights.items() if w.grad is not None}
+            self._gradients |= {
+                f"{kind}/{name}": w.grad.clone()
+                for name, w in self._weights.items()
+                if w.grad is not None
+            }
 
         if max_norm := self._case.clips[step]:
             torch.nn.utils.clip_grad_norm_(self._weights.values(), max_norm)
@@ -133,33 +163,44 @@ class Reference:
     def _backward(self, batch: StepBatch, number: int) -> float:
         """Add the gradients of a document. Returns its loss sum."""
         documents = [batch.documents[number]]
-        micro = micro_batch(self.model.spec, documents, Layout(), 0, self._case.precision.home, torch.device("cpu"))
+        micro = micro_batch(
+            self.model.spec, documents, Layout(), 0, self._case.precision.home, torch.device("cpu")
+        )
         if self._merged is not None:
-            loss = functional_call(self._merged, with_adapters(self.model), (micro, self._definition))
+            loss = functional_call(
+                self._merged, with_adapters(self.model), (micro, self._definition)
+            )
         else:
             loss = self.model(micro, self._definition)
         (loss / batch.target_tokens).backward()
         return float(loss.detach())
 
     def result(self) -> dict[str, Tensor]:
-        """The truth after the last step: "loss" [steps], and "KIND/NAME" of gradients, masters and moments."""
+        """The truth after the last step: "loss" [steps], and "KIND/NAME" of gradients, masters and
+        moments."""
         tensors = {"loss": torch.tensor(self._losses, dtype=torch.float64), **self._gradients}
         for name, weight in self._weights.items():
             tensors[f"master/{name}"] = weight.detach()
-            tensors |= {f"{kind}/{name}": self._optimizer.state[weight][kind] for kind in self._case.rule.moments}
+            tensors |= {
+                f"{kind}/{name}": self._optimizer.state[weight][kind]
+                for kind in self._case.rule.moments
+            }
         return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
 class Comparison:
-    """A layout's training beside the truth of a `Reference`, on one rank. Mutable: squared differences and squared references by kind
-    and weight, which are additive over boxes and ranks."""
+    """A layout's training beside the truth of a `Reference`, on one rank. Mutable: squared
+    differences and squared references by kind and weight, which are additive over boxes and
+    ranks."""
 
     def __init__(self, case: Case, truth: dict[str, Tensor]):
         self._case = case
         self._truth = truth
         self._rows = {p.name: row for row, p in enumerate(case.spec.params)}
         kinds = ("grad-first", "grad-last", "master", *case.rule.moments)
-        self._squares = {kind: torch.zeros(2, len(self._rows), dtype=torch.float64) for kind in kinds}
+        self._squares = {
+            kind: torch.zeros(2, len(self._rows), dtype=torch.float64) for kind in kinds
+        }
         self._losses: list[float] = []
 
     def train(self, step: int, state: State, player: Player) -> None:
@@ -190,8 +231,9 @@ class Comparison:
             squares[1] += truth.square().sum()
 
     def result(self, state: State, player: Player) -> dict[str, float]:
-        """The largest relative differences after the last step: of losses, and of gradients, weights and moments
-        ||ours - truth|| / ||truth|| of the worst weight, over all ranks; collective."""
+        """The largest relative differences after the last step: of losses, and of gradients,
+        weights and moments ||ours - truth|| / ||truth|| of the worst weight, over all ranks;
+        collective."""
         player.finish()
         for name, box, _, views in state.optimizer.state():
             for kind, view in views.items():

@@ -1,15 +1,19 @@
-"""`longshift check`: a run's own model and documents under some layouts, against one process, in float64; and whether documents leak.
+"""`longshift check`: a run's own model and documents under some layouts, against one process, in
+float64; and whether documents leak.
 
-The run is made small, all of it in proportion: the longest document, the edges of its groups, their packs, chunks, windows and blocks of
-rows. Then every part of every layout has work: every group, every replica several packs, every stage several micro-batches, every chunked
-layout documents of several chunks, every window documents that are longer. The norm is clipped in every second step; of a home on disk
-that is updated before the norm, such updates are kept in one step and taken back in another. What a config has beyond that is named.
+The run is made small, all of it in proportion: the longest document, the edges of its groups, their
+packs, chunks, windows and blocks of rows. Then every part of every layout has work: every group,
+every replica several packs, every stage several micro-batches, every chunked layout documents of
+several chunks, every window documents that are longer. The norm is clipped in every second step; of
+a home on disk that is updated before the norm, such updates are kept in one step and taken back in
+another. What a config has beyond that is named.
 
-Each stage of `train.stages` is checked by itself. Labels of the run's first documents, and of pieces of documents, are compared with the
-tokens that they were cut from.
+Each stage of `train.stages` is checked by itself. Labels of the run's first documents, and of
+pieces of documents, are compared with the tokens that they were cut from.
 
-A leak is a loss that depends on what it must not see. For some target positions, every token after the position and every token of every
-other document is replaced; the loss at the position must stay as it was.
+A leak is a loss that depends on what it must not see. For some target positions, every token after
+the position and every token of every other document is replaced; the loss at the position must stay
+as it was.
 """
 
 import json
@@ -25,7 +29,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshift.command_results import Checked, CheckedLayout, MemoryCheck, MemoryDifference, RankPeak
+from longshift.command_results import (
+    Checked,
+    CheckedLayout,
+    MemoryCheck,
+    MemoryDifference,
+    RankPeak,
+)
 from longshift.config import Config, WireConfig
 from longshift.config_file import parse_config
 from longshift.dist.fork import ForkedWorld, SpawnedWorld
@@ -55,16 +65,21 @@ from longshift.workload.groups import Edge, LengthGroup
 Ways = Sequence[Sequence[Layout]]  # ways to compute a stage: a layout, or those of its groups
 
 MOST_TOKENS = 8192  # of a group, where its documents need not be longer
-LONGEST = 128  # tokens of the longest document, at the most, and LEAST for each rank that shares its sequence
+# Tokens of the longest document, at the most, and LEAST for each rank that shares its sequence.
+LONGEST = 128
 LEAST = 8
 CHUNKS = 4  # of the longest document, at the least
-NORMS = 1e9, 1e-3  # largest norm of each step: the first is not clipped, the second is, and shows what was not brought up to date
-# An update before the norm follows a step that was not clipped: it is taken back in the second step, kept in the fourth.
+# Largest norm of each step: the first is not clipped, the second is, and shows what was not brought
+# up to date.
+NORMS = 1e9, 1e-3
+# An update before the norm follows a step that was not clipped: it is taken back in the second
+# step, kept in the fourth.
 EARLY_NORMS = (*NORMS, 1e9, 1e9)
 LR = 3e-3
 PIECES = 64  # of cut documents, whose labels are compared
 MOST_READ = 64  # steps of the run from which documents are taken, at the most
-TOLERANCE = 1e-9  # relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order
+# relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order.
+TOLERANCE = 1e-9
 KINDS = ("loss", "grad", "weight", "optimizer")  # that are compared
 PROBES = 6
 PROBED_TOKENS = 512
@@ -77,9 +92,10 @@ TRUTH = "truth.safetensors"
 
 @dataclass(frozen=True)
 class SmallRun:
-    """A run made small. `config`: of the run as it is; `longest`: tokens of the longest small document; `edges`, `packs`: of the groups,
-    from short documents to long; `replicas` of a layout, and `micros` of each, at the most; `spec`: the model with its windows, and blocks
-    of rows of logits, in proportion."""
+    """A run made small. `config`: of the run as it is; `longest`: tokens of the longest small
+    document; `edges`, `packs`: of the groups, from short documents to long; `replicas` of a layout,
+    and `micros` of each, at the most; `spec`: the model with its windows, and blocks of rows of
+    logits, in proportion."""
 
     config: Config
     longest: int
@@ -128,14 +144,17 @@ class SmallRun:
         return replace(small, spec=replace(spec, loss_rows=loss_rows))
 
     def groups(self, way: Sequence[Layout]) -> list[Edge]:
-        """The groups of a way, with chunks that cut the longest documents as often as the run's own, CHUNKS times at the least. A single
-        layout computes all documents."""
+        """The groups of a way, with chunks that cut the longest documents as often as the run's
+        own, CHUNKS times at the least. A single layout computes all documents."""
         share = self.longest / self.config.data.max_len
         small = zip(self.edges[-len(way) :], way, self.packs[-len(way) :])
-        return [Edge(upto, _in_proportion(layout, share, upto), pack) for upto, layout, pack in small]
+        return [
+            Edge(upto, _in_proportion(layout, share, upto), pack) for upto, layout, pack in small
+        ]
 
     def _loss_rows(self, ways: Ways) -> Iterator[int]:
-        """For each group whose loss the run computes in several blocks of rows: how many rows make a few blocks here."""
+        """For each group whose loss the run computes in several blocks of rows: how many rows make
+        a few blocks here."""
         for way in ways:
             run_edges = self.config.edges[-len(way) :]
             for layout, edge, group in zip(way, run_edges, self.groups(way)):
@@ -152,7 +171,8 @@ class SmallRun:
         return EARLY_NORMS if "disk" in self.config.home.at.tiers else NORMS
 
     def lengths(self) -> list[int]:
-        """Lengths of a step's documents, which give every replica `micros` packs of every group, the longest there may be among them."""
+        """Lengths of a step's documents, which give every replica `micros` packs of every group,
+        the longest there may be among them."""
         lengths: list[int] = []
         low = 0
         for edge, pack in zip(self.edges, self.packs):
@@ -164,7 +184,8 @@ class SmallRun:
         return lengths
 
     def documents(self, batches: Batches) -> list[list[tuple[list[int], list[int]]]]:
-        """Token ids and labels of each document of each step: pieces of the run's first documents."""
+        """Token ids and labels of each document of each step: pieces of the run's first
+        documents."""
         step_lengths = self.lengths()
         lengths = step_lengths * len(self.max_norms)
         num_tokens = sum(lengths)
@@ -195,11 +216,16 @@ class SmallRun:
         return [documents[begin : begin + len(step_lengths)] for begin in begins]
 
     def run(self, groups: Sequence[Edge]) -> Config:
-        """The config of the small run under groups of lengths, in float64, with a short cosine of its own."""
+        """The config of the small run under groups of lengths, in float64, with a short cosine of
+        its own."""
         run = self.config
         precision = "float64-float8" if run.formats.float8 else "float64"
         rates = {"lr": LR, "min_lr": LR / 10, "warmup": 0, "schedule": "cosine"}
-        sizes = {"steps": len(self.max_norms), "tokens_per_step": sum(self.lengths()), "pack_tokens": None}
+        sizes = {
+            "steps": len(self.max_norms),
+            "tokens_per_step": sum(self.lengths()),
+            "pack_tokens": None,
+        }
         return run.model_copy(
             update={
                 "spec": self.spec,  # in place of that of run.model
@@ -230,17 +256,20 @@ class SmallRun:
         )
 
     def build(self, groups: Sequence[Edge], world: World, scratch: Path) -> tuple[State, Player]:
-        """State and player under groups of lengths. What waits on disk does so in `scratch`, unless the run names a folder."""
+        """State and player under groups of lengths. What waits on disk does so in `scratch`, unless
+        the run names a folder."""
         run = self.run(groups)
         state = build_state(run, world, scratch)
         return state, build_player(run, world, state, scratch, checked=True)
 
 
 def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> Checked:
-    """Worst relative differences to one process, leaked positions and wrong labels, over the stages of a run and the ways to compute each:
-    a layout, or those of the stage's groups; and whether all are within TOLERANCE. Works on documents of each stage's first steps, made
-    small (`SmallRun`), in processes on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so
-    in stream.folder, where that is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
+    """Worst relative differences to one process, leaked positions and wrong labels, over the stages
+    of a run and the ways to compute each: a layout, or those of the stage's groups; and whether all
+    are within TOLERANCE. Works on documents of each stage's first steps, made small (`SmallRun`),
+    in processes on this machine: the reference on its CPU, the ways on devices of this type. What
+    waits on disk does so in stream.folder, where that is given. Raises LongshiftError,
+    OutOfMemoryError where there is no room for it."""
     for config, ways in stages:
         _make_room(SmallRun.of(config, ways), ways, device)
     results = [_check_stage(config, ways, device) for config, ways in stages]
@@ -272,7 +301,9 @@ def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> Checked
     )
 
 
-def _check_stage(config: Config, ways: Ways, device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _check_stage(
+    config: Config, ways: Ways, device: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `write_reference` says of a stage, and a row for each way."""
     small = SmallRun.of(config, ways)
     worlds = [_ranks(way[0].world, device, device) for way in ways]
@@ -283,11 +314,15 @@ def _check_stage(config: Config, ways: Ways, device: str) -> tuple[dict[str, Any
             "scratch": str(scratch),
         }
         with _ranks(1, "cpu", device) as alone:
-            (reference,) = alone.call("longshift.trainer.check_run:write_reference", DEADLINE_S, **run)
+            (reference,) = alone.call(
+                "longshift.trainer.check_run:write_reference", DEADLINE_S, **run
+            )
         rows = []
         for number, (way, ranks) in enumerate(zip(ways, worlds)):
             with ranks as world:
-                answers = world.call("longshift.trainer.check_run:compare", DEADLINE_S, **run, number=number)
+                answers = world.call(
+                    "longshift.trainer.check_run:compare", DEADLINE_S, **run, number=number
+                )
             computed = _join_names(group.use for group in small.groups(way))
             worst = {kind: max(answer[kind] for answer in answers) for kind in KINDS}
             rows.append({"layout": _join_names(way), "computed": computed} | answers[0] | worst)
@@ -295,11 +330,14 @@ def _check_stage(config: Config, ways: Ways, device: str) -> tuple[dict[str, Any
 
 
 def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
-    """What a run has that its check does not compute, with the reason where it is not plain, a line each."""
+    """What a run has that its check does not compute, with the reason where it is not plain, a line
+    each."""
     run = stages[0][0]
     features = []
     if run.train.precision == "float8":
-        features.append("train.precision: float8's bf16 (float64 instead, with factors of eight bits)")
+        features.append(
+            "train.precision: float8's bf16 (float64 instead, with factors of eight bits)"
+        )
     elif run.train.precision != "float64":
         features.append(f"train.precision: {run.train.precision} (float64 instead)")
     if run.home.moments != "float32":
@@ -309,7 +347,9 @@ def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
     if run.wire.weights != "compute":
         features.append(f"wire.weights: {run.wire.weights} (sent whole)")
     if len(stages) > 1:
-        features.append("train.stages: the checkpoint between two stages (each begins with weights of its own)")
+        features.append(
+            "train.stages: the checkpoint between two stages (each begins with weights of its own)"
+        )
     features.append("train.lr, train.warmup, train.schedule (a short cosine of its own)")
     if run.data.valid is not None or run.data.held_out is not None:
         features.append("validation")
@@ -317,13 +357,17 @@ def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
         where = f"stage {number}: " if len(stages) > 1 else ""
         window = config.spec.sliding_window
         if window is not None and window >= config.data.max_len:
-            features.append(f"{where}windows of {window} tokens (documents have {config.data.max_len} at the most)")
+            features.append(
+                f"{where}windows of {window} tokens (documents have {config.data.max_len} at the"
+                " most)"
+            )
     return list(dict.fromkeys(features))
 
 
 def wrong_labels(batches: Batches, cache: TokenCache) -> int:
-    """How many tokens and labels of a run's first documents, and of its first pieces of cut ones, are not what the tokens on disk say: a
-    label is the token that follows in the whole document, where that is learned."""
+    """How many tokens and labels of a run's first documents, and of its first pieces of cut ones,
+    are not what the tokens on disk say: a label is the token that follows in the whole document,
+    where that is learned."""
     cuts = batches.spans
     is_piece = cuts.stop - cuts.start < cache.lengths[cuts.document]
     pieces = np.flatnonzero(is_piece)[:PIECES].tolist()
@@ -365,7 +409,8 @@ def _ranks(size: int, type: str, device: str) -> ForkedWorld:
 
 
 def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
-    """The layout with a chunk that is this share of its own, and cuts the longest small document in CHUNKS at the least."""
+    """The layout with a chunk that is this share of its own, and cuts the longest small document in
+    CHUNKS at the least."""
     if not layout.chunk:
         return layout
     chunk = min(math.ceil(layout.chunk * share), longest // CHUNKS)
@@ -373,24 +418,29 @@ def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
 
 
 def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
-    """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the ranks of a way have together."""
+    """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the
+    ranks of a way have together."""
     on_cpu: dict[str, Sequence[Layout]] = {"one process": [Layout()]}
     if device == "cpu":
         on_cpu |= {_join_names(way): way for way in ways}
     free = host_memory()[1]
     for name, way in on_cpu.items():
         shape = shape_of(small.run(small.groups(way)))
-        need = way[0].world * largest_need(memory_needs(shape, shape.edges, "gloo", True)).device.total
+        need = (
+            way[0].world * largest_need(memory_needs(shape, shape.edges, "gloo", True)).device.total
+        )
         if need > free:
             raise OutOfMemoryError(
-                f"check computes in float64 and without a GPU for its reference: {name} needs {need / 2**30:.1f} GiB for tensors, and "
-                f"{free / 2**30:.1f} GiB of this machine's memory are free; check a model of the same family with fewer layers"
+                f"check computes in float64 and without a GPU for its reference: {name} needs"
+                f" {need / 2**30:.1f} GiB for tensors, and {free / 2**30:.1f} GiB of this machine's"
+                " memory are free; check a model of the same family with fewer layers"
             )
 
 
 def timeline(config: Config, device: str = "cpu") -> MemoryCheck:
-    """The first step of a run, played on devices of this type and recorded beside what the ledger predicts: peaks of every rank, and the
-    largest differences in bytes after an operation. Raises LongshiftError."""
+    """The first step of a run, played on devices of this type and recorded beside what the ledger
+    predicts: peaks of every rank, and the largest differences in bytes after an operation. Raises
+    LongshiftError."""
     with temporary_folder() as scratch, _ranks(config.world, device, device) as world:
         answers = world.call(
             "longshift.trainer.check_run:recorded",
@@ -428,9 +478,12 @@ def _parse(config: str, ways: Sequence[Sequence[str]]) -> tuple[SmallRun, list[l
     return SmallRun.of(parse_config(config), layouts), layouts
 
 
-def write_reference(world: World, config: str, ways: Sequence[Sequence[str]], scratch: str) -> dict[str, Any]:
-    """Write the documents of a run made small, and the truth of their steps, into the folder `scratch`. Returns documents and tokens of a
-    step, the loss of the last, and how many labels of the run's own documents are wrong."""
+def write_reference(
+    world: World, config: str, ways: Sequence[Sequence[str]], scratch: str
+) -> dict[str, Any]:
+    """Write the documents of a run made small, and the truth of their steps, into the folder
+    `scratch`. Returns documents and tokens of a step, the loss of the last, and how many labels of
+    the run's own documents are wrong."""
     small, _ = _parse(config, ways)
     _, cache = open_corpus(small.config)
     batches = Batches.of(small.config, cache)
@@ -451,8 +504,11 @@ def write_reference(world: World, config: str, ways: Sequence[Sequence[str]], sc
     }
 
 
-def compare(world: World, config: str, ways: Sequence[Sequence[str]], scratch: str, number: int) -> dict[str, Any]:
-    """Differences of a way to the truth in `scratch`, and how many of some target positions see what they must not; collective."""
+def compare(
+    world: World, config: str, ways: Sequence[Sequence[str]], scratch: str, number: int
+) -> dict[str, Any]:
+    """Differences of a way to the truth in `scratch`, and how many of some target positions see
+    what they must not; collective."""
     small, layouts = _parse(config, ways)
     case = small.case(Path(scratch))
     groups = small.groups(layouts[number])
@@ -485,7 +541,9 @@ def leaks(player: Player, case: Case, seed: int) -> list[bool]:
     documents = documents[: max(2, bisect_left(ends, PROBED_TOKENS))]
 
     targets = [
-        (number, int(position)) for number, document in enumerate(documents) for position in np.flatnonzero(document.labels != IGNORE)
+        (number, int(position))
+        for number, document in enumerate(documents)
+        for position in np.flatnonzero(document.labels != IGNORE)
     ]
     num_probes = min(PROBES, len(targets))
     probes = [targets[i] for i in np.linspace(0, len(targets) - 1, num_probes).astype(int)]

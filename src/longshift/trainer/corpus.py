@@ -23,8 +23,8 @@ SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
 def open_tokenizer(config: Config) -> tokenizer.Tokenizer:
-    """The tokenizer that `data.tokenizer` names, else the model folder's own, else the project's. Raises DataError, also where the
-    model's vocabulary does not hold its ids."""
+    """The tokenizer that `data.tokenizer` names, else the model folder's own, else the project's.
+    Raises DataError, also where the model's vocabulary does not hold its ids."""
     path = config.data.tokenizer or config.model.path
     vocab = config.spec.vocab
     if path is not None:
@@ -36,20 +36,28 @@ def open_tokenizer(config: Config) -> tokenizer.Tokenizer:
 
 
 def open_corpus(
-    config: Config, progress: tokens.Progress | None = None, verify: bool = True, sources: Sequence[Source] | None = None
+    config: Config,
+    progress: tokens.Progress | None = None,
+    verify: bool = True,
+    sources: Sequence[Source] | None = None,
 ) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
-    """The tokenizer, and the token cache of `sources`, data.train where not given, made now if it is not there; `verify` as in
-    `TokenCache.open`. Raises DataError."""
+    """The tokenizer, and the token cache of `sources`, data.train where not given, made now if it
+    is not there; `verify` as in `TokenCache.open`. Raises DataError."""
     corpus_tokenizer = open_tokenizer(config)
     data = config.data
     template = Path(data.template) if data.template else None
-    cache = tokens.build(sources or data.train, corpus_tokenizer, Path(data.cache), progress, verify, template)
+    cache = tokens.build(
+        sources or data.train, corpus_tokenizer, Path(data.cache), progress, verify, template
+    )
     return corpus_tokenizer, cache
 
 
-def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | None = None) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
-    """`open_corpus` on every rank; collective. Rank 0 makes the cache where it is not there. Then one rank of those that see the same files
-    reads them whole, and the others wait for it. Raises LongshiftError, on every rank where one rank has a fault."""
+def open_on_ranks(
+    config: Config, world: "World", sources: Sequence[Source] | None = None
+) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
+    """`open_corpus` on every rank; collective. Rank 0 makes the cache where it is not there. Then
+    one rank of those that see the same files reads them whole, and the others wait for it. Raises
+    LongshiftError, on every rank where one rank has a fault."""
     # 1. Rank 0 opens it first, and may make the cache. Then the others find it there.
     fault = None
     corpus = None
@@ -66,7 +74,10 @@ def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | No
 
     # 2. The same files are verified once.
     if len(set(world.gather_text(cache.fingerprint))) > 1:
-        raise DataError(f"{cache.folder}: the tokens are not the same on all ranks: every machine needs the same files of data.train")
+        raise DataError(
+            f"{cache.folder}: the tokens are not the same on all ranks: every machine needs the"
+            " same files of data.train"
+        )
     identities = world.gather_text(cache.identity)
     readers = {identities.index(identity) for identity in identities}
     try:
@@ -80,33 +91,43 @@ def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | No
 
 
 def corpus_notes(config: Config, cache: tokens.TokenCache) -> list[str]:
-    """What the documents hold and training does not learn, a sentence each: fields that no token shows, answers that `overlong: truncate`
-    cuts away whole."""
+    """What the documents hold and training does not learn, a sentence each: fields that no token
+    shows, answers that `overlong: truncate` cuts away whole."""
     notes = list(cache.notes)
     limit = config.data.max_len
     if config.data.overlong == "truncate" and cache.learned_tokens is not None:
-        longer = (cache.learned(int(number), 1, limit + 1) for number in np.flatnonzero(cache.lengths > limit))
+        longer = (
+            cache.learned(int(number), 1, limit + 1)
+            for number in np.flatnonzero(cache.lengths > limit)
+        )
         cut = sum(learned is not None and not learned.any() for learned in longer)
         if cut:
             notes.append(
-                f"overlong: truncate cuts all that is learned off {cut:,} documents (raise data.max_len, or drop them: overlong: drop)"
+                f"overlong: truncate cuts all that is learned off {cut:,} documents (raise"
+                " data.max_len, or drop them: overlong: drop)"
             )
     return notes
 
 
 def survey(config: Config, cache: tokens.TokenCache) -> CorpusFacts:
-    """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest document would lose. Where a part is
-    learned: how many tokens, and a document as runs of text that are learned, or not."""
+    """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest
+    document would lose. Where a part is learned: how many tokens, and a document as runs of text
+    that are learned, or not."""
     max_len = config.data.max_len
     longest = int(cache.lengths.max())
-    caps = sorted({max_len} | {2**n for n in range(max(1, (max_len // 4).bit_length() - 1), longest.bit_length())})
+    caps = sorted(
+        {max_len}
+        | {2**n for n in range(max(1, (max_len // 4).bit_length() - 1), longest.bit_length())}
+    )
     is_all_learned = cache.learned_tokens is None
     return CorpusFacts(
         documents=len(cache),
         tokens=int(cache.lengths.sum()),
         skipped=tuple(cache.skipped),
         notes=tuple(corpus_notes(config, cache)),
-        quantiles={f"p{100 * share:g}": n for share, n in zip(SHARES, quantiles(cache.lengths, SHARES))},
+        quantiles={
+            f"p{100 * share:g}": n for share, n in zip(SHARES, quantiles(cache.lengths, SHARES))
+        },
         histogram=histogram(cache.lengths),
         caps=tuple(cap_loss(cache.lengths, cap) for cap in caps if cap >= 2),
         max_len=max_len,
@@ -127,4 +148,7 @@ def _sample(config: Config, cache: tokens.TokenCache) -> list[tuple[str, bool]]:
     core = open_tokenizer(config).core
     ids = cache.tokens(number)[:SAMPLE].tolist()
     runs = groupby(zip(ids, mask.tolist()), key=itemgetter(1))
-    return [(core.decode([token for token, _ in run], skip_special_tokens=False), bool(learned)) for learned, run in runs]
+    return [
+        (core.decode([token for token, _ in run], skip_special_tokens=False), bool(learned))
+        for learned, run in runs
+    ]

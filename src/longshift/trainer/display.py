@@ -19,17 +19,21 @@ from longshift.terminal import read_or_not
 from longshift.trainer.metrics import GroupMetrics, StepMetrics
 
 LABEL = 8  # columns of a line's name
-FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE of the seconds so far
+# Steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE
+# of the seconds so far.
+FIRST = 10
 LEAST_GAP_S = 5.0
 GAP_SHARE = 0.01
 LEAST = ("flops", "offload", "predicted", "lr", "norm")  # that a line can lack, the first one first
-LEAST_BRIEF = ("memory", "groups", "skipped", "valid")  # the same, where what is left is said in few letters
+# The same, where what is left is said in few letters.
+LEAST_BRIEF = ("memory", "groups", "skipped", "valid")
 
 
 class Display:
-    """Shows steps as they come: on a terminal one live line, above which some of the steps before stay; plain lines elsewhere; JSON lines
-    where asked for. `latest`: the file that names the newest checkpoint, so that a line says when there is a new one. `clock`: seconds.
-    Mutable: what it has shown."""
+    """Shows steps as they come: on a terminal one live line, above which some of the steps before
+    stay; plain lines elsewhere; JSON lines where asked for. `latest`: the file that names the
+    newest checkpoint, so that a line says when there is a new one. `clock`: seconds. Mutable: what
+    it has shown."""
 
     def __init__(
         self,
@@ -44,7 +48,11 @@ class Display:
         self._latest = latest
         self._clock = clock
         self._console = console or Console(file=sys.stdout, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not as_json else None
+        self._live = (
+            Live(console=self._console, auto_refresh=False)
+            if self._console.is_terminal and not as_json
+            else None
+        )
         self._step: StepMetrics | None = None  # on the live line
         self._saved = self._newest()
         self._num_kept = 0
@@ -57,7 +65,12 @@ class Display:
             self._live.update(Text("waiting for the first step"), refresh=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live:
             with read_or_not():
                 if self._step is None:
@@ -70,12 +83,18 @@ class Display:
         """What memory the steps that follow need; on a terminal alone."""
         with read_or_not():
             if self._live:
-                self._console.print(Text("\n".join(named_lines("memory", text, self._console.width))), "")
+                self._console.print(
+                    Text("\n".join(named_lines("memory", text, self._console.width))), ""
+                )
 
     def show(self, step: StepMetrics) -> None:
         with read_or_not():
             if self._live is None:
-                print(step.to_json() if self._as_json else describe(step, self._steps), file=self._console.file, flush=True)
+                print(
+                    step.to_json() if self._as_json else describe(step, self._steps),
+                    file=self._console.file,
+                    flush=True,
+                )
                 return
             saved = self._saved_now()
             if self._step and (saved or self._stays(self._step)):
@@ -85,10 +104,18 @@ class Display:
             if saved:
                 self._print(saved)
             self._step = step
-            self._live.update(Text(fitted(step, self._steps, self._console.width), no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(
+                Text(
+                    fitted(step, self._steps, self._console.width),
+                    no_wrap=True,
+                    overflow="ellipsis",
+                ),
+                refresh=True,
+            )
 
     def _stays(self, step: StepMetrics) -> bool:
-        """Whether a step that is over stays above the live line: the first ones, then fewer as the run grows old, and what is not usual."""
+        """Whether a step that is over stays above the live line: the first ones, then fewer as the
+        run grows old, and what is not usual."""
         gap_s = max(LEAST_GAP_S, GAP_SHARE * (self._clock() - self._begin_s))
         unusual = step.valid_loss is not None or step.skipped or not math.isfinite(step.loss)
         return self._num_kept < FIRST or unusual or self._clock() - self._kept_s >= gap_s
@@ -98,7 +125,11 @@ class Display:
 
     def _newest(self) -> str | None:
         with suppress(OSError):
-            return self._latest.read_text(encoding="utf-8", errors="replace").strip() if self._latest else None
+            return (
+                self._latest.read_text(encoding="utf-8", errors="replace").strip()
+                if self._latest
+                else None
+            )
         return None
 
     def _saved_now(self) -> str | None:
@@ -112,7 +143,9 @@ class Display:
 
 def named_lines(name: str, text: str, width: int) -> list[str]:
     """A text under a name, in lines of at most so many columns."""
-    return textwrap.wrap(f"{name:<{LABEL}}{text}", width, subsequent_indent=" " * LABEL, break_on_hyphens=False)
+    return textwrap.wrap(
+        f"{name:<{LABEL}}{text}", width, subsequent_indent=" " * LABEL, break_on_hyphens=False
+    )
 
 
 def describe(step: StepMetrics, steps: int) -> str:
@@ -121,8 +154,9 @@ def describe(step: StepMetrics, steps: int) -> str:
 
 
 def fitted(step: StepMetrics, steps: int, width: int) -> str:
-    """As much of `describe` as has room in `width` columns, in few letters where it must. Step, loss, tokens/s and ETA stay; the seconds of
-    each layout do before memory, which the header says."""
+    """As much of `describe` as has room in `width` columns, in few letters where it must. Step,
+    loss, tokens/s and ETA stay; the seconds of each layout do before memory, which the header
+    says."""
     words = _words(step, steps)
     for lacking in ("", *LEAST):
         words.pop(lacking, None)
@@ -157,7 +191,10 @@ def _words(step: StepMetrics, steps: int) -> dict[str, str]:
         "memory": f"{step.memory_bytes / 2**20:.0f} MiB",
     }
     if step.predicted_seconds is not None and step.band is not None:
-        words["predicted"] = f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}"
+        words["predicted"] = (
+            f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within"
+            f" {step.band:.0%}"
+        )
     if len(step.groups) > 1:
         words["groups"] = _group_words(step.groups)
     if any(group.put_bytes for group in step.groups):
@@ -180,7 +217,9 @@ def _group_words(groups: Sequence[GroupMetrics]) -> str:
 
 def _brief_group_words(groups: Sequence[GroupMetrics]) -> str:
     if len({group.layout for group in groups}) == 1:
-        return " ".join(f"<={format_size(group.upto)} {group.seconds:.2f}" for group in groups) + " s"
+        return (
+            " ".join(f"<={format_size(group.upto)} {group.seconds:.2f}" for group in groups) + " s"
+        )
     by_group = " ".join(f"{group.layout} {group.seconds:.2f}" for group in groups)
     return f"{by_group} switch {sum(group.switch_exposed_s for group in groups):.2f} s"
 

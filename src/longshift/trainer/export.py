@@ -16,7 +16,13 @@ from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import CheckpointError, UsageError
 from longshift.files import read_json_object
 from longshift.layout.box import Box
-from longshift.model.huggingface import TOKEN_IDS, TOKENIZER_FILES, Carried, write_adapters, write_folder
+from longshift.model.huggingface import (
+    TOKEN_IDS,
+    TOKENIZER_FILES,
+    Carried,
+    write_adapters,
+    write_folder,
+)
 from longshift.spec.adapters import A, B
 from longshift.spec.config_json import CARRIED
 from longshift.spec.formats import FORMATS, WeightFormat
@@ -33,18 +39,30 @@ from longshift.trainer.stages import stages_of
 HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(config: Config, run: Path, to: Path, precision: WeightFormat | None = None, best: bool = False, merge: bool = False) -> None:
-    """Write weights, config.json and the tokenizer that was trained with to the new folder `to`; of a run with adapters, these alone, as a
-    folder of PEFT, unless they are to be added to the weights (`merge`). `best`: of the checkpoint with the lowest validation loss, else of
-    the newest. `precision`: of the weights; that of the model folder that the run began with where not given, else float32, as adapters
-    are. A model with rotary embedding has at least as many positions as the longest document that it was trained on. Raises
-    CheckpointError, and UsageError where there is nothing to merge."""
+def export(
+    config: Config,
+    run: Path,
+    to: Path,
+    precision: WeightFormat | None = None,
+    best: bool = False,
+    merge: bool = False,
+) -> None:
+    """Write weights, config.json and the tokenizer that was trained with to the new folder `to`; of
+    a run with adapters, these alone, as a folder of PEFT, unless they are to be added to the
+    weights (`merge`). `best`: of the checkpoint with the lowest validation loss, else of the
+    newest. `precision`: of the weights; that of the model folder that the run began with where not
+    given, else float32, as adapters are. A model with rotary embedding has at least as many
+    positions as the longest document that it was trained on. Raises CheckpointError, and UsageError
+    where there is nothing to merge."""
     if merge and not config.spec.lora:
         raise UsageError(f"{run} trained without adapters: leave --merge out")
     saved = Checkpoint.latest(run, World.alone(), BEST if best else LATEST)
     tokenizer = open_tokenizer(config)
     if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
-        raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
+        raise CheckpointError(
+            f"the tokenizer changed since {saved.folder} was written; an export with it would be"
+            " useless"
+        )
     trained = [stage.config for stage in stages_of(config) if stage.begin < saved.step]
     spec = trained[-1].spec
     longest = max(part.data.max_len for part in trained)
@@ -56,8 +74,13 @@ def export(config: Config, run: Path, to: Path, precision: WeightFormat | None =
     weights = _finite(continued(config, saved, Precision.of(config.train.precision).home), saved)
     if spec.lora and not merge:
         if config.model.path is None or config.model.init != "pretrained":
-            raise CheckpointError(f"{run} trained adapters of weights that were drawn, which no folder holds: write --merge")
-        adapters = ((p.name, weights(p.name, Box.whole(p.shape))) for p in spec.params if not p.frozen)
+            raise CheckpointError(
+                f"{run} trained adapters of weights that were drawn, which no folder holds: write"
+                " --merge"
+            )
+        adapters = (
+            (p.name, weights(p.name, Box.whole(p.shape))) for p in spec.params if not p.frozen
+        )
         dtype = requested_dtype or torch.float32
         base_folder = str(Path(config.model.path).resolve())
         write_adapters(to, spec, adapters, dtype, base_folder, carried)
@@ -75,7 +98,9 @@ def _finite(weights: Source, saved: Checkpoint) -> Source:
     def read(name: str, box: Box) -> torch.Tensor:
         weight = weights(name, box)
         if not weight.isfinite().all():
-            raise CheckpointError(f"{saved.folder}: the master of {name} is not finite. {saved.older}")
+            raise CheckpointError(
+                f"{saved.folder}: the master of {name} is not finite. {saved.older}"
+            )
         return weight
 
     return read
@@ -98,9 +123,12 @@ def _merged_weight(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:
     return merged.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any], tokenizer: Tokenizer) -> Carried:
-    """The files beside the tokenizer, the model's settings of generation, and the chat template that was trained with. `trained`:
-    configs of the stages; `source`: the config.json that the run began with."""
+def _carried(
+    config: Config, trained: Sequence[Config], source: Mapping[str, Any], tokenizer: Tokenizer
+) -> Carried:
+    """The files beside the tokenizer, the model's settings of generation, and the chat template
+    that was trained with. `trained`: configs of the stages; `source`: the config.json that the run
+    began with."""
     # 1. Files.
     folder = tokenizer.file.parent
     files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
@@ -122,7 +150,11 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
 
     # 3. Fields of config.json.
     tokenizer_config = read_json_object(folder / "config.json")
-    ids = {key: value for key, value in tokenizer_config.items() if key in TOKEN_IDS and value is not None}
+    ids = {
+        key: value
+        for key, value in tokenizer_config.items()
+        if key in TOKEN_IDS and value is not None
+    }
     fields = {key: value for key, value in source.items() if key in CARRIED}
     return Carried(
         files,
@@ -135,11 +167,14 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
 
 
 def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that conversations are written by; None where there is none, or several that a tokenizer_config.json names."""
+    """The template that conversations are written by; None where there is none, or several that a
+    tokenizer_config.json names."""
     file = Path(config.data.template) if config.data.template else None
     folder = tokenizer.file.parent
     tokenizer_config = read_json_object(folder / "tokenizer_config.json")
-    has_template = (folder / TEMPLATE).exists() or isinstance(tokenizer_config.get("chat_template"), str)
+    has_template = (folder / TEMPLATE).exists() or isinstance(
+        tokenizer_config.get("chat_template"), str
+    )
     if file is None and not has_template:
         return None
     return read_template(file, tokenizer.file, tokenizer.special)

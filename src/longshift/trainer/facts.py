@@ -25,8 +25,10 @@ from longshift.step.update import State
 Count = Annotated[int, Field(ge=0)]
 MENDS = {
     "tokenizer": "put the old tokenizer back, or start a new run from an export of this one",
-    "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one; "
-    "mixtures of earlier versions had another order",
+    "data": (
+        "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from"
+        " an export of this one; mixtures of earlier versions had another order"
+    ),
 }
 
 
@@ -37,8 +39,8 @@ class Part(BaseModel):
 
 
 class SavedTrain(Part):
-    """`optimizer`, `momentum`: as in `config.TrainConfig`; checkpoints from before there were two have moments of AdamW.
-    `moments`: of a rule of the user's own, whose code need not be here."""
+    """`optimizer`, `momentum`: as in `config.TrainConfig`; checkpoints from before there were two
+    have moments of AdamW. `moments`: of a rule of the user's own, whose code need not be here."""
 
     precision: PrecisionName
     optimizer: str = "adamw"
@@ -69,7 +71,9 @@ class SavedConfig(Part):
     @property
     def moments(self) -> dict[str, torch.dtype]:
         """Kinds of vectors that moments are kept as, and their types."""
-        return saved_moments(self.train.rule.moments, self.home.moments, Precision.of(self.train.precision).home)
+        return saved_moments(
+            self.train.rule.moments, self.home.moments, Precision.of(self.train.precision).home
+        )
 
 
 class ChosenKernel(Part):
@@ -92,9 +96,10 @@ class Fingerprints(Part):
 
 
 class Facts(Part):
-    """Where the data goes on, how many updates were made, and of which model, in which format, from what and by which kernel the state is.
-    `attention` is None in checkpoints from before it was kept, and so is `loss`, of the last step; `base`: of `state.home.fingerprint`,
-    None where all weights are trained."""
+    """Where the data goes on, how many updates were made, and of which model, in which format, from
+    what and by which kernel the state is. `attention` is None in checkpoints from before it was
+    kept, and so is `loss`, of the last step; `base`: of `state.home.fingerprint`, None where all
+    weights are trained."""
 
     cursor: Count
     updates: Count
@@ -109,7 +114,14 @@ class Facts(Part):
     torch: str
 
     @classmethod
-    def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: ChosenKernel, loss: float) -> "Facts":
+    def now(
+        cls,
+        config: Config,
+        state: State,
+        fingerprints: Fingerprints,
+        attention: ChosenKernel,
+        loss: float,
+    ) -> "Facts":
         values = config.model_dump(mode="json")
         values["train"] |= {"moments": config.train.rule.moment_names}
         return cls(
@@ -128,50 +140,78 @@ class Facts(Part):
 
     @classmethod
     def of(cls, saved: Checkpoint) -> "Facts":
-        """The facts of a checkpoint. Raises CheckpointError where one is missing or malformed, or where tensors have another dtype."""
+        """The facts of a checkpoint. Raises CheckpointError where one is missing or malformed, or
+        where tensors have another dtype."""
         try:
             facts = cls.model_validate(saved.facts)
         except ValidationError as fault:
             first = fault.errors()[0]
             where = ".".join(map(str, ("facts", *first["loc"])))
-            raise CheckpointError(f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}") from None
+            raise CheckpointError(
+                f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}"
+            ) from None
         kept = {"master": Precision.of(facts.config.train.precision).home} | facts.config.moments
         for kind, found in saved.types.items():
             if found != {TYPES.get(kept[kind]) if kind in kept else None}:
-                how = f"train.precision={facts.config.train.precision} and home.moments={facts.config.home.moments}"
-                raise CheckpointError(f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {how} do not keep. {saved.older}")
+                how = (
+                    f"train.precision={facts.config.train.precision} and"
+                    f" home.moments={facts.config.home.moments}"
+                )
+                raise CheckpointError(
+                    f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {how} do not"
+                    f" keep. {saved.older}"
+                )
         return facts
 
 
 def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
-    """A warning where a run goes on with another attention kernel than its checkpoint was computed by, else None."""
+    """A warning where a run goes on with another attention kernel than its checkpoint was computed
+    by, else None."""
     if facts is None or facts.attention is None or facts.attention == attention:
         return None
-    return f"attention was by {facts.attention} and goes on by {attention}: numbers may differ in their last bits from a run that kept it"
+    return (
+        f"attention was by {facts.attention} and goes on by {attention}: numbers may differ in"
+        " their last bits from a run that kept it"
+    )
 
 
 def changed_moments(facts: Facts | None, config: Config) -> str | None:
-    """A word about a run that goes on with moments in another format than its checkpoint holds, else None."""
+    """A word about a run that goes on with moments in another format than its checkpoint holds,
+    else None."""
     now = config.home.moments
     saved = facts.config.home.moments if facts else now
     if saved == now or not config.train.rule.moments:
         return None
-    return f"moments were {saved} and go on as {now}: they are converted, rounded once where {now} has fewer bits"
+    return (
+        f"moments were {saved} and go on as {now}: they are converted, rounded once where {now} has"
+        " fewer bits"
+    )
 
 
 def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, Any, Any]]:
-    """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field that is younger than the checkpoint
-    had its default."""
+    """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field
+    that is younger than the checkpoint had its default."""
     now = json.loads(json.dumps(asdict(spec)))
-    before: dict[str, Any] = {field.name: field.default for field in fields(spec)} | {"full_blocks": [], "freeze": []} | dict(saved)
-    before |= {name: asdict(Rope()) | dict(before[name]) for name in ("rope", "window_rope") if isinstance(before[name], Mapping)}
+    before: dict[str, Any] = (
+        {field.name: field.default for field in fields(spec)}
+        | {"full_blocks": [], "freeze": []}
+        | dict(saved)
+    )
+    before |= {
+        name: asdict(Rope()) | dict(before[name])
+        for name in ("rope", "window_rope")
+        if isinstance(before[name], Mapping)
+    }
     return [(name, was, now.get(name)) for name, was in before.items() if now.get(name) != was]
 
 
-def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint) -> None:
-    """Refuse to go on from a checkpoint with another model, format, optimizer, data or tokenizer. A checkpoint can be resumed only with
-    the same model function, the same moments and the same home precision; its cursor counts documents of its data, and its embedding has
-    rows of its tokenizer. Raises CheckpointError, UsageError."""
+def expect(
+    facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint
+) -> None:
+    """Refuse to go on from a checkpoint with another model, format, optimizer, data or tokenizer. A
+    checkpoint can be resumed only with the same model function, the same moments and the same home
+    precision; its cursor counts documents of its data, and its embedding has rows of its tokenizer.
+    Raises CheckpointError, UsageError."""
     for field, was, now in changed_model(facts.model, config.spec):
         raise CheckpointError(
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
@@ -181,9 +221,9 @@ def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, 
     precision = config.train.precision
     if Precision.of(saved_precision).home != Precision.of(precision).home:
         raise CheckpointError(
-            f"{saved.folder} keeps its state in {Precision.of(saved_precision).home}, "
-            f"train.precision={precision} in {Precision.of(precision).home}: "
-            f"write train.precision={saved_precision}, or start a new run from an export of this one"
+            f"{saved.folder} keeps its state in {Precision.of(saved_precision).home},"
+            f" train.precision={precision} in {Precision.of(precision).home}: write"
+            f" train.precision={saved_precision}, or start a new run from an export of this one"
         )
     saved_rule = facts.config.train.rule
     rule = config.train.rule
@@ -192,12 +232,15 @@ def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, 
         if saved_rule.name == "sgd":
             settings += f" train.momentum={saved_rule.momentum:g}"
         raise CheckpointError(
-            f"{saved.folder} has the moments of {saved_rule}, and {rule} keeps others: write {settings}, "
-            "or start a new run from an export of this one"
+            f"{saved.folder} has the moments of {saved_rule}, and {rule} keeps others: write"
+            f" {settings}, or start a new run from an export of this one"
         )
     for source, mend in MENDS.items():
         if getattr(facts.fingerprints, source) != getattr(fingerprints, source):
             raise CheckpointError(f"the {source} changed since {saved.folder} was written: {mend}")
     saved.expect(config.spec, tuple(facts.config.moments))
     if saved.step > config.train.steps:
-        raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")
+        raise UsageError(
+            f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be"
+            " reached; write a larger one"
+        )

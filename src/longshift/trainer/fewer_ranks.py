@@ -1,4 +1,5 @@
-"""A run's config for another number of devices: what a run goes on with when some are lost. Needs no torch.
+"""A run's config for another number of devices: what a run goes on with when some are lost. Needs
+no torch.
 
 3 devices are left    dp4     -> dp3       fewer replicas
                       dp2.tp2 -> tp2       fewer replicas; one device is not used
@@ -21,8 +22,8 @@ Change = Callable[[Layout], Layout | None]
 
 
 def fit_ranks(config: Config, devices: int) -> Config:
-    """The config with layouts for so many devices, or for fewer. `layout: auto` stays to be planned, for all of them. Raises UsageError
-    where no layout is possible."""
+    """The config with layouts for so many devices, or for fewer. `layout: auto` stays to be
+    planned, for all of them. Raises UsageError where no layout is possible."""
     if isinstance(config.layout, AutoLayout):
         return config.with_layout(AutoLayout(devices, config.layout.fixed).to_json())
     if config.world == devices:
@@ -31,14 +32,19 @@ def fit_ranks(config: Config, devices: int) -> Config:
         changed = _changed(config, change)
         if changed is not None:
             return changed
-    raise UsageError(f"layout {config.model_dump(mode='json')['layout']}: no layout like it is possible on {devices} devices")
+    raise UsageError(
+        f"layout {config.model_dump(mode='json')['layout']}: no layout like it is possible on"
+        f" {devices} devices"
+    )
 
 
 def _changes(config: Config, devices: int) -> Iterator[Change]:
     """Ways to change every layout of a run, the first one first."""
     for ranks in range(devices, 0, -1):
         yield lambda layout, ranks=ranks: _with_replicas(layout, ranks)
-    yield lambda layout: next((near for near in legal.nearest_layouts(layout, devices) if _is_legal(config, near)), None)
+    yield lambda layout: next(
+        (near for near in legal.nearest_layouts(layout, devices) if _is_legal(config, near)), None
+    )
 
 
 def _with_replicas(layout: Layout, ranks: int) -> Layout | None:
@@ -48,7 +54,9 @@ def _with_replicas(layout: Layout, ranks: int) -> Layout | None:
 
 
 def _is_legal(config: Config, layout: Layout) -> bool:
-    return not any(legal.faults(part.spec, layout, None, float8=part.float8) for part in config.parts)
+    return not any(
+        legal.faults(part.spec, layout, None, float8=part.float8) for part in config.parts
+    )
 
 
 def _changed(config: Config, change: Change) -> Config | None:
@@ -68,7 +76,8 @@ def _changed(config: Config, change: Change) -> Config | None:
 
 
 def _change_value(value: Any, change: Change) -> Any:
-    """A layout, or layouts by length, in the config's form. Raises UsageError where one cannot be changed."""
+    """A layout, or layouts by length, in the config's form. Raises UsageError where one cannot be
+    changed."""
     if not isinstance(value, str):
         return [edge | {"use": _change_value(edge["use"], change)} for edge in value]
     changed = change(Layout.parse(value))

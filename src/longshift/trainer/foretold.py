@@ -1,4 +1,5 @@
-"""Steps of a run, predicted before they are trained: by the clock, on this machine as the trials of `layout: auto` have calibrated it."""
+"""Steps of a run, predicted before they are trained: by the clock, on this machine as the trials of
+`layout: auto` have calibrated it."""
 
 import time
 from collections import deque
@@ -20,12 +21,13 @@ from longshift.trainer.plan_file import place, read
 from longshift.trainer.run_folder import RunFolder
 
 SHARE = 0.01  # of the run's seconds, that predicting may take
-RECENT = 8  # steps that say how wide the band is: few, so that it follows a machine that other work slows down
+# Steps that say how wide the band is: few, so that it follows a machine that other work slows down.
+RECENT = 8
 
 
 class Foretold:
-    """Predicts steps of a run. Mutable: its band follows how far off it was. The first step, in which memory is allocated, and steps
-    for which it has no time are left out."""
+    """Predicts steps of a run. Mutable: its band follows how far off it was. The first step, in
+    which memory is allocated, and steps for which it has no time are left out."""
 
     def __init__(self, config: Config, cluster: Cluster, errors: Sequence[float]):
         """`errors`: measured over predicted seconds, less 1, of the steps so far."""
@@ -37,25 +39,41 @@ class Foretold:
 
     @classmethod
     def of(cls, run: Path, config: Config, world: World) -> Self | None:
-        """What predicts the steps that this rank trains under `config`; None on other ranks than 0, where the run's plan was not calibrated
-        or is of other layouts, and where this machine's profile is not the one that it was calibrated by, which is said."""
+        """What predicts the steps that this rank trains under `config`; None on other ranks than 0,
+        where the run's plan was not calibrated or is of other layouts, and where this machine's
+        profile is not the one that it was calibrated by, which is said."""
         plan = read(run) if world.rank == 0 else None
-        if plan is None or plan.calibration is None or config.model_dump(mode="json")["layout"] != plan.layout:
+        if (
+            plan is None
+            or plan.calibration is None
+            or config.model_dump(mode="json")["layout"] != plan.layout
+        ):
             return None
         profile = profile_here(world)
         if profile is None or figures(profile) != plan.calibration.fingerprint:
-            say(f"steps are not predicted: {place(run)} was calibrated by another profile of this machine")
+            say(
+                f"steps are not predicted: {place(run)} was calibrated by another profile of this"
+                " machine"
+            )
             return None
         rows = [row for row in read_rows(RunFolder(run).metrics) if "predicted_seconds" in row]
         since = [row["seconds"] / row["predicted_seconds"] - 1 for row in rows]
-        return cls(config, replace(profile, calibration=plan.calibration), [*plan.calibration.errors, *since])
+        return cls(
+            config,
+            replace(profile, calibration=plan.calibration),
+            [*plan.calibration.errors, *since],
+        )
 
     def predict(self, lengths: Sequence[int]) -> None:
-        """Predict a step with documents of these lengths: its seconds, and a band by how far off the steps before it were."""
+        """Predict a step with documents of these lengths: its seconds, and a band by how far off
+        the steps before it were."""
         self._said = {}
         if self._spent_s < SHARE * self._trained_s:
             began = time.perf_counter()
-            self._said = {"predicted_seconds": self._forecast.step(lengths).seconds, "band": band_of_errors(self._errors)}
+            self._said = {
+                "predicted_seconds": self._forecast.step(lengths).seconds,
+                "band": band_of_errors(self._errors),
+            }
             self._spent_s += time.perf_counter() - began
 
     def beside(self, metrics: StepMetrics) -> StepMetrics:

@@ -78,7 +78,9 @@ def gather_status(world: World, stop_requested: bool, is_saving: bool) -> RankSt
     """Tell the other ranks the status of this one, and return that of all."""
     status = [_peak_memory_bytes(world), int(stop_requested), int(is_saving)]
     status = torch.tensor(status, device=world.device)
-    memory_bytes, any_stop, any_saving = world.everyone.all_reduce(status, dist.ReduceOp.MAX).tolist()
+    memory_bytes, any_stop, any_saving = world.everyone.all_reduce(
+        status, dist.ReduceOp.MAX
+    ).tolist()
     return RankStatus(memory_bytes, bool(any_stop), bool(any_saving))
 
 
@@ -126,7 +128,9 @@ def _visit_totals(visit: Visited) -> _VisitTotals:
     )
 
 
-def _group_metrics(player: Player, visit: Visited, maximum: _VisitTotals, total: _VisitTotals) -> GroupMetrics:
+def _group_metrics(
+    player: Player, visit: Visited, maximum: _VisitTotals, total: _VisitTotals
+) -> GroupMetrics:
     """Metrics of a group. Seconds are those of the slowest rank, bytes those of all."""
     group = visit.group
     tier = player.runners[group.layout].tier

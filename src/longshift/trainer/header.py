@@ -1,19 +1,22 @@
-"""What a terminal shows of a run before its first step: model, data, layout and why, run folder, how to go on; memory is told by the rank
-that shows steps, as soon as it is weighed. Needs no torch.
+"""What a terminal shows of a run before its first step: model, data, layout and why, run folder,
+how to go on; memory is told by the rank that shows steps, as soon as it is weighed. Needs no torch.
 
     longshift 0.1.0
     config  examples/quickstart.yaml
-    model   tiny-llama: 1.79M parameters, 4 blocks of width 128, 4,096 tokens; random weights, from seed 0;
-            a tokenizer of 4,096 tokens of Python sources
-    data    1,758 documents, 9,478,507 tokens; the longest has 197,309, and documents of more than 1K are split
+    model   tiny-llama: 1.79M parameters, 4 blocks of width 128, 4,096 tokens;
+            random weights, from seed 0; a tokenizer of 4,096 tokens of Python sources
+    data    1,758 documents, 9,478,507 tokens; the longest has 197,309,
+            and documents of more than 1K are split
             to 1K     36.9%  ██████████████████████████████
     ...
     layout  documents to 512: dp4; documents to 1K: dp2.tp2, 4 ranks
     run     runs/quickstart: 80 steps of 8K tokens
     resume  longshift train runs/quickstart/config.yaml --resume
-    memory  at most 0.06 GiB of tensors, on rank 0, and 0.36 GiB of the process; a rank may have 5.90 GiB
+    memory  at most 0.06 GiB of tensors, on rank 0, and 0.36 GiB of the process;
+            a rank may have 5.90 GiB
 
-Everything here is also elsewhere, for programs: `longshift data --json`, `longshift train --explain --json`, plan.json, config.yaml.
+Everything here is also elsewhere, for programs: `longshift data --json`, `longshift train --explain
+--json`, plan.json, config.yaml.
 """
 
 import os
@@ -66,7 +69,11 @@ class Header:
             steps += f", of which {folder.steps_done():,} are done" if resume else ""
             if run.formats.float8:
                 self._tell(float8=EIGHT_BITS)
-            self._tell(layout=layout_told(run, plan), run=f"{folder.shown}: {steps}", resume=folder.resume_command)
+            self._tell(
+                layout=layout_told(run, plan),
+                run=f"{folder.shown}: {steps}",
+                resume=folder.resume_command,
+            )
 
     def _tell(self, **texts: str) -> None:
         for name, text in texts.items():
@@ -92,7 +99,10 @@ def model_told(run: Config) -> str:
     else:
         origin = f"random weights, from seed {run.train.seed}"
     name = model.preset or Path(model.path or "").name
-    size = f"{_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width}, {spec.vocab:,} tokens"
+    size = (
+        f"{_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width},"
+        f" {spec.vocab:,} tokens"
+    )
     return f"{name}: {size}; {origin}; {tokenizer}"
 
 
@@ -106,25 +116,42 @@ def data_told(run: Config, lengths: np.ndarray) -> str:
     longest = int(lengths.max()) if len(lengths) else 0
     text = f"{len(lengths):,} documents, {int(lengths.sum()):,} tokens; the longest has {longest:,}"
     limit = run.data.max_len
-    return text + (f", and documents of more than {format_size(limit)} are {CUT[run.data.overlong]}" if longest > limit else "")
+    return text + (
+        f", and documents of more than {format_size(limit)} are {CUT[run.data.overlong]}"
+        if longest > limit
+        else ""
+    )
 
 
-CUT = {"split": "split", "truncate": "truncated", "drop": "dropped", None: "refused: write data.overlong"}
+CUT = {
+    "split": "split",
+    "truncate": "truncated",
+    "drop": "dropped",
+    None: "refused: write data.overlong",
+}
 
 
 def length_rows(lengths: np.ndarray) -> Iterator[str]:
-    """A small histogram of the documents by length; the outermost share a row where there are many."""
+    """A small histogram of the documents by length; the outermost share a row
+    where there are many."""
     bins = list(histogram(lengths))
     while len(bins) > ROWS:
         # Merge two bins at the end where there are fewer documents.
         begin = 0 if bins[0].documents <= bins[-1].documents else len(bins) - 2
         short, long = bins[begin : begin + 2]
-        merged = Bin(short.low, long.high, short.documents + long.documents, short.tokens + long.tokens)
+        merged = Bin(
+            short.low, long.high, short.documents + long.documents, short.tokens + long.tokens
+        )
         bins[begin : begin + 2] = [merged]
     most_documents = max((bin.documents for bin in bins), default=0)
     for bin in bins:
         bar = "█" * round(BAR * bin.documents / most_documents)
-        yield f"{'':<{LABEL}}to {format_size(bin.high):<5} {bin.documents / len(lengths):6.1%}  {bar}".rstrip()
+        yield (
+            (
+                f"{'':<{LABEL}}to {format_size(bin.high):<5} "
+                f"{bin.documents / len(lengths):6.1%}  {bar}"
+            ).rstrip()
+        )
 
 
 def layout_told(run: Config, plan: PlanFile | None) -> str:
@@ -143,7 +170,10 @@ def plan_reason(plan: PlanFile) -> str:
     ways = facts.get("tried") or []
     candidates = facts.get("candidates")
     if plan.chosen is not None and len(plan.choices) > 1:
-        return f"layout: auto trained {len(plan.choices)} choices a few steps each, and goes on with this one"
+        return (
+            f"layout: auto trained {len(plan.choices)} choices a few steps each, and goes on with"
+            " this one"
+        )
     number = len(plan.trials)
     if not candidates or number >= len(ways):
         reason = "layout: auto chose it"
@@ -152,7 +182,9 @@ def plan_reason(plan: PlanFile) -> str:
         layout_s = other_s.pop(number)
         reason = f"layout: auto compared {candidates:,} and predicts {layout_s:.3g} s a step"
         if other_s:
-            reason += f", and {min(other_s):.3g} to {max(other_s):.3g} s with the others that are tried"
+            reason += (
+                f", and {min(other_s):.3g} to {max(other_s):.3g} s with the others that are tried"
+            )
     trials = f"{len(plan.choices)} choices are trained a few steps each, and the fastest goes on"
     return reason if plan.chosen is not None else f"{reason}; {trials}"
 

@@ -1,4 +1,5 @@
-"""Ctrl-C, and what else should: the first asks the run to stop after the step in hand, the second ends the process."""
+"""Ctrl-C, and what else should: the first asks the run to stop after the step in hand, the second
+ends the process."""
 
 import signal
 from collections.abc import Callable, Iterable
@@ -7,11 +8,13 @@ from types import FrameType
 from longshift.dist.parent import end_with_parent
 
 LAUNCHER_GONE = signal.SIGUSR2
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what schedulers and terminals send before they end a process
+# What schedulers and terminals send before they end a process.
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def not_ignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those that whoever started this process does not ignore: `nohup` ignores SIGHUP, and the run goes on when the terminal closes."""
+    """Those that whoever started this process does not ignore: `nohup` ignores SIGHUP, and the run
+    goes on when the terminal closes."""
     return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -21,11 +24,13 @@ def stopping(number: int) -> str:
 
 
 class Interrupt:
-    """A flag that Ctrl-C sets, and signals: call it to ask whether the run should stop. Make it before torch is imported, which takes
-    seconds. What a launcher has held back until then counts. `also`: signals beside SIGINT; `say` shows a line to the person. Mutable: one
-    flag."""
+    """A flag that Ctrl-C sets, and signals: call it to ask whether the run should stop. Make it
+    before torch is imported, which takes seconds. What a launcher has held back until then counts.
+    `also`: signals beside SIGINT; `say` shows a line to the person. Mutable: one flag."""
 
-    def __init__(self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None
+    ) -> None:
         self._asked = False
         self._say = say
         self._watched = (signal.SIGINT, *not_ignored(also))
@@ -37,8 +42,9 @@ class Interrupt:
         return self._asked
 
     def end_with_launcher(self) -> None:
-        """Stop the run, too, when the process that has started this one is gone. Its threads end one by one, and each sends a signal: that
-        is one of its own, which may come again while the run saves."""
+        """Stop the run, too, when the process that has started this one is gone. Its threads end
+        one by one, and each sends a signal: that is one of its own, which may come again while the
+        run saves."""
         signal.signal(LAUNCHER_GONE, self._on_launchers_end)
         end_with_parent(LAUNCHER_GONE)
 
@@ -51,4 +57,6 @@ class Interrupt:
         self._asked = True
         self._say(stopping(number))
         for watched in self._watched:
-            signal.signal(watched, signal.default_int_handler if watched == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                watched, signal.default_int_handler if watched == signal.SIGINT else signal.SIG_DFL
+            )

@@ -4,8 +4,9 @@
                           |      longshift worker RUN (rank 1) ...
                           +-- TCPStore on 127.0.0.1  <- every rank connects
 
-[Note: loopback only]  torch's TCPStore listens on every interface. Here a socket bound to 127.0.0.1 is given to the store. Ranks seal what
-they leave there (`dist.sealed`) with a secret, which they get by a pipe or find in their environment, as only processes of their user can.
+[Note: loopback only] torch's TCPStore listens on every interface. Here a socket bound to 127.0.0.1
+is given to the store. Ranks seal what they leave there (`dist.sealed`) with a secret, which they
+get by a pipe or find in their environment, as only processes of their user can.
 """
 
 import os
@@ -31,7 +32,15 @@ from longshift.dist.world import allocator, check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused
 from longshift.trainer.interrupt import ENDING, not_ignored, stopping
-from longshift.trainer.run_folder import Cause, RunFolder, as_error, clear_causes, read_causes, root_cause, write_cause
+from longshift.trainer.run_folder import (
+    Cause,
+    RunFolder,
+    as_error,
+    clear_causes,
+    read_causes,
+    root_cause,
+    write_cause,
+)
 
 HOST = "127.0.0.1"
 RANKS_A_CORE = 8  # of ranks that compute on cores: enough to try a layout, not to lose the machine
@@ -47,9 +56,10 @@ class StopAtOnce(Exception):
 
 
 class Interrupts:
-    """Passes the first Ctrl-C, or what schedulers and terminals send before they end a job, on to ranks: they are in sessions of their own
-    and do not see it. Raises StopAtOnce at the second; after the first, too, where ranks have not begun. A context manager. Mutable:
-    `received` signals, and the ranks that it reaches."""
+    """Passes the first Ctrl-C, or what schedulers and terminals send before they end a job, on to
+    ranks: they are in sessions of their own and do not see it. Raises StopAtOnce at the second;
+    after the first, too, where ranks have not begun. A context manager. Mutable: `received`
+    signals, and the ranks that it reaches."""
 
     def __init__(self, say: Callable[[str], None]):
         self.received: list[int] = []
@@ -57,7 +67,10 @@ class Interrupts:
         self._ranks: Ranks | None = None
 
     def __enter__(self) -> "Interrupts":
-        self._before = [(number, signal.signal(number, self._on_signal)) for number in (signal.SIGINT, *not_ignored(ENDING))]
+        self._before = [
+            (number, signal.signal(number, self._on_signal))
+            for number in (signal.SIGINT, *not_ignored(ENDING))
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,14 +102,17 @@ def launch(
     held: bool = False,
     seed: Seed | None = None,
 ) -> None:
-    """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
+    """Run `command` once per local rank, until all have ended well or one has failed; then the rest
+    are ended too.
 
-    The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT goes on to the ranks, which finish their step and save; the second ends them. `say` shows a
-    line to the person; `stall_timeout_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made
-    for; `held`: ranks find SIGINT blocked, so that none is lost before their `Interrupt` lets it through; `seed`: is forked for each rank,
-    and `command` is its arguments.
-    Raises UsageError where there are fewer GPUs than ranks, or too few cores or too little memory; the LongshiftError of the rank that
-    failed first; KeyboardInterrupt when the ranks were ended before they could save."""
+    The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT goes on to the ranks, which finish their step and
+    save; the second ends them. `say` shows a line to the person; `stall_timeout_s`: how long a rank
+    may be stopped; `crowded`: whether more ranks may start than the machine is made for; `held`:
+    ranks find SIGINT blocked, so that none is lost before their `Interrupt` lets it through;
+    `seed`: is forked for each rank, and `command` is its arguments.
+    Raises UsageError where there are fewer GPUs than ranks, or too few cores or too little memory;
+    the LongshiftError of the rank that failed first; KeyboardInterrupt when the ranks were ended
+    before they could save."""
     check_gpus(world)
     check_room(world, crowded)
     allow_files(world)
@@ -105,7 +121,10 @@ def launch(
         try:
             parent = os.getpid() if seed is None else seed.pid
             opened = open_store()
-            environments = [local_environment(opened, rank, world) | {"LONGSHIFT_PARENT": str(parent)} for rank in range(world)]
+            environments = [
+                local_environment(opened, rank, world) | {"LONGSHIFT_PARENT": str(parent)}
+                for rank in range(world)
+            ]
             ranks = (Started if seed is None else seed.start)(command, environments, held)
             causes = _watch(ranks, folder, stall_timeout_s, interrupts)
         except StopAtOnce:
@@ -118,8 +137,11 @@ def launch(
         raise as_error(root_cause(causes, failed))
 
 
-def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: Interrupts) -> list[Cause]:
-    """Wait until all ranks have ended, or one has failed and the others were made to. Why some were ended."""
+def _watch(
+    ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: Interrupts
+) -> list[Cause]:
+    """Wait until all ranks have ended, or one has failed and the others were made to.
+    Why some were ended."""
     causes = list[Cause]()
     stopped_since_s: dict[int, float] = {}
     try:
@@ -132,19 +154,32 @@ def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: 
     return causes
 
 
-def _end_stopped(pids: Mapping[int, int], since_s: dict[int, float], folder: RunFolder, allowed_s: float) -> Iterator[Cause]:
-    """End ranks that stand still: stopped by SIGSTOP, by a debugger or by a batch system that suspends single processes. Yields why.
+def _end_stopped(
+    pids: Mapping[int, int], since_s: dict[int, float], folder: RunFolder, allowed_s: float
+) -> Iterator[Cause]:
+    """End ranks that stand still: stopped by SIGSTOP, by a debugger or by a batch system that
+    suspends single processes. Yields why.
 
-    Their peers wait in a collective until it fails, which may be many minutes, and then name each other. So a rank that stays stopped for
-    longer than the run allows is named as the cause and ended, and with it the run. `pids`: the process of each rank; `since_s`: when each
-    stopped rank was first seen so, which is kept up to date."""
+    Their peers wait in a collective until it fails, which may be many minutes, and then name each
+    other. So a rank that stays stopped for longer than the run allows is named as the cause and
+    ended, and with it the run. `pids`: the process of each rank; `since_s`: when each stopped rank
+    was first seen so, which is kept up to date."""
     now_s = time.monotonic()
     for rank, pid in pids.items():
         if not _is_stopped(pid):
             since_s.pop(rank, None)
         elif now_s - since_s.setdefault(rank, now_s) >= allowed_s:
-            message = f"rank {rank} (process {pid}) has been stopped for {now_s - since_s.pop(rank):.0f} s, and was ended"
-            yield write_cause(folder, rank, PeerError(f"{message}; a run that may be suspended needs a larger train.stall_timeout"))
+            message = (
+                f"rank {rank} (process {pid}) has been stopped for"
+                f" {now_s - since_s.pop(rank):.0f} s, and was ended"
+            )
+            yield write_cause(
+                folder,
+                rank,
+                PeerError(
+                    f"{message}; a run that may be suspended needs a larger train.stall_timeout"
+                ),
+            )
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -157,14 +192,18 @@ def _is_stopped(pid: int) -> bool:
 
 
 def tell(cause: Cause) -> None:
-    """Tell the launcher of this rank, if it has one, why it fails: what cannot be written to the run folder may be the cause."""
+    """Tell the launcher of this rank, if it has one, why it fails: what cannot be written to the
+    run folder may be the cause."""
     with suppress(dist.DistError, RuntimeError):  # the launcher is gone
         if store := launchers_store(TELL_TIMEOUT):
             store.set(f"{CAUSE_KEY}-{cause.rank}", cause.to_json())
 
 
-def gather_causes(store: SealedStore | None, world: int, folder: RunFolder, observed: Sequence[Cause]) -> list[Cause]:
-    """Why ranks failed: what the launcher observed, what they told by the launcher's store, if it has one, and what they wrote."""
+def gather_causes(
+    store: SealedStore | None, world: int, folder: RunFolder, observed: Sequence[Cause]
+) -> list[Cause]:
+    """Why ranks failed: what the launcher observed, what they told by the launcher's store, if it
+    has one, and what they wrote."""
     causes = list(observed)
     for rank in range(world):
         key = f"{CAUSE_KEY}-{rank}"
@@ -177,7 +216,8 @@ def gather_causes(store: SealedStore | None, world: int, folder: RunFolder, obse
 
 
 def check_room(world: int, crowded: bool) -> None:
-    """Raises UsageError for more ranks than this machine's cores, or its memory, are made for, where ranks compute on cores."""
+    """Raises UsageError for more ranks than this machine's cores, or its memory, are made for,
+    where ranks compute on cores."""
     cores = core_count()
     free = host_memory()[1]
     if crowded or torch.cuda.is_available():
@@ -185,11 +225,14 @@ def check_room(world: int, crowded: bool) -> None:
     instead = "take a layout of fewer ranks, or start them all the same with --crowded"
     max_ranks = RANKS_A_CORE * cores
     if world > max_ranks:
-        raise UsageError(f"{world} ranks on {cores} cores, and at most {max_ranks} are started here: {instead}")
+        raise UsageError(
+            f"{world} ranks on {cores} cores, and at most {max_ranks} are started here: {instead}"
+        )
     need = world * RANK_BYTES
     if need > free:
         raise UsageError(
-            f"{world} ranks need {need / 2**30:.1f} GiB before they hold a number, and {free / 2**30:.1f} GiB are free: {instead}"
+            f"{world} ranks need {need / 2**30:.1f} GiB before they hold a number, and"
+            f" {free / 2**30:.1f} GiB are free: {instead}"
         )
 
 
@@ -212,11 +255,14 @@ def open_store() -> OpenStore:
 def _store(listener: socket.socket) -> TCPStore:
     """A store that listens where this socket does."""
     port = listener.getsockname()[1]
-    return TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
+    return TCPStore(
+        HOST, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
+    )
 
 
 def local_environment(opened: OpenStore, rank: int, world: int) -> dict[str, str]:
-    """What a rank of this machine finds in its environment, beside what is in the environment of who starts it."""
+    """What a rank of this machine finds in its environment, beside what is in the environment of
+    who starts it."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RANK": str(rank),
@@ -233,14 +279,18 @@ def local_environment(opened: OpenStore, rank: int, world: int) -> dict[str, str
 
 
 def rank_error(error: Exception, rank: int) -> Exception:
-    """What a failure on a rank means: lost peers, exhausted memory and what a disk refuses get their own class; the rest stays as it is."""
+    """What a failure on a rank means: lost peers, exhausted memory and what a disk refuses get
+    their own class; the rest stays as it is."""
     text = str(error)
     if isinstance(error, LongshiftError):
         return error
     if isinstance(error, OSError) and error.errno in OF_DISKS:
         return refused(error)
     if lacks_memory(error) or isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemoryError(f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes less")
+        return OutOfMemoryError(
+            f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes"
+            " less"
+        )
     # Backends raise plain RuntimeErrors, which name them, where a connection breaks.
     is_of_backend = isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
     if isinstance(error, dist.DistError) or is_of_backend:

@@ -32,7 +32,13 @@ from longshift.trainer.admission import admit
 from longshift.trainer.ahead import Ahead
 from longshift.trainer.build_run import StageStart, build_player, open_data, resume_or_build
 from longshift.trainer.corpus import corpus_notes
-from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, changed_moments
+from longshift.trainer.facts import (
+    ChosenKernel,
+    Facts,
+    Fingerprints,
+    changed_kernel,
+    changed_moments,
+)
 from longshift.trainer.foretold import Foretold
 from longshift.trainer.gather_metrics import (
     RankStatus,
@@ -49,13 +55,16 @@ from longshift.trainer.step_trace import StepTrace
 from longshift.trainer.trials import train_trials
 from longshift.trainer.validated import Validator
 
-NO_EARLY_UPDATES = "the disk has no room for second places of masters and moments: none is updated before the norm (docs/home.md)"
+NO_EARLY_UPDATES = (
+    "the disk has no room for second places of masters and moments: none is updated before the norm"
+    " (docs/home.md)"
+)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all stages of a run share. `folder`: the run's; `callback`: of `train.on_step`; the other
-    functions are those of `train`."""
+    """What all stages of a run share. `folder`: the run's; `callback`: of `train.on_step`; the
+    other functions are those of `train`."""
 
     folder: Path
     world: World
@@ -86,7 +95,8 @@ def train(
         run, and the step is not saved.
     `tell`: is called with the memory that is needed and available, before the first step under a
         layout.
-    `on_step`: of a run of one process, what `train.on_step` names in others (`trainer.step_callback`).
+    `on_step`: of a run of one process, what `train.on_step` names in others
+    (`trainer.step_callback`).
 
     Raises LongshiftError.
     """
@@ -165,7 +175,9 @@ def _train_with(
     return train_stage(stage, context, resume, max_steps)
 
 
-def train_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None) -> Iterator[StepMetrics]:
+def train_stage(
+    stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None
+) -> Iterator[StepMetrics]:
     """Train the steps of a stage that are left, at most `max_steps`. Yields each step's metrics."""
     with open_stage(stage, context, resume, max_steps) as stage_run:
         for step in stage_run.remaining_steps:
@@ -192,7 +204,9 @@ def train_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int 
 
 
 @contextmanager
-def open_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None) -> Iterator["StageRun"]:
+def open_stage(
+    stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None
+) -> Iterator["StageRun"]:
     """Build or load what the steps of a stage need, and close it at the end; collective."""
     run, world = context.folder, context.world
 
@@ -344,7 +358,11 @@ class StageRun:
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint of this step is saved, though the run goes on."""
         is_asked_for = self.context.callback is not None and self.context.callback.request.save
-        return is_asked_for or step in (self.last_step, self.best_step) or step % self.config.save.every == 0
+        return (
+            is_asked_for
+            or step in (self.last_step, self.best_step)
+            or step % self.config.save.every == 0
+        )
 
     def save(self, step: int, metrics: StepMetrics, is_last: bool) -> None:
         """Save a checkpoint: at once if it is the last, else as the config says."""
@@ -357,7 +375,9 @@ class StageRun:
                 "more train.warmup are the usual cures."
             )
         facts = Facts.now(self.config, self.state, self.fingerprints, self.kernel, metrics.loss)
-        self.saver.save(step, self.state.optimizer, facts.model_dump(), self.best_step, last=is_last)
+        self.saver.save(
+            step, self.state.optimizer, facts.model_dump(), self.best_step, last=is_last
+        )
 
 
 def _print_on_rank0(world: World, line: str) -> None:

@@ -1,4 +1,5 @@
-"""What the steps of a run took, and what that says of the cluster: `longshift calibrate`, and `layout: auto` after its trials."""
+"""What the steps of a run took, and what that says of the cluster: `longshift calibrate`, and
+`layout: auto` after its trials."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,9 @@ TOLD_EVERY_S = 10.0
 
 def profile_here(world: World) -> Cluster | None:
     """The profile of the machine that ranks run on; None where it was not measured."""
-    return profile_of_host(world.per_node, -(-world.size // world.per_node), world.device.type, cores=world.cores)
+    return profile_of_host(
+        world.per_node, -(-world.size // world.per_node), world.device.type, cores=world.cores
+    )
 
 
 def clocked(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
@@ -60,16 +63,21 @@ class Measured:
 
 
 def measured(run: Path, config: Config) -> list[Measured]:
-    """Steps of a run folder, evenly chosen, with their documents. Those in which memory was allocated are left out: the first of a process,
-    and of a layout. Raises UsageError where fewer than LEAST are left."""
+    """Steps of a run folder, evenly chosen, with their documents. Those in which memory was
+    allocated are left out: the first of a process, and of a layout. Raises UsageError where fewer
+    than LEAST are left."""
     if config.train.stages:
-        raise UsageError(f"{run} has stages, whose steps differ; calibrate by a run without train.stages")
+        raise UsageError(
+            f"{run} has stages, whose steps differ; calibrate by a run without train.stages"
+        )
     rows = read_rows(RunFolder(run).metrics)
     now = config.model_dump(mode="json")["layout"]
 
     # 1. Choose steps, evenly. A step begins at the cursor at which the step before it ended.
     cursors = {row["step"]: row["cursor"] for row in rows} | {0: 0}
-    usable = [row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors]
+    usable = [
+        row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors
+    ]
     indices = np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int)
     selected = [usable[i] for i in sorted({*indices.tolist()})]
 
@@ -79,11 +87,15 @@ def measured(run: Path, config: Config) -> list[Measured]:
     steps = []
     for row in selected:
         batch = batches.at(cursors[row["step"] - 1])
-        if (batch.tokens, batch.next_cursor) == (row["tokens"], row["cursor"]):  # else the config was another one
+        # Else the config was another one.
+        if (batch.tokens, batch.next_cursor) == (row["tokens"], row["cursor"]):
             lengths = tuple(len(document.ids) for document in batch.documents)
             steps.append(Measured(row["step"], row.get("layout", now), lengths, row["seconds"]))
     if len(steps) < LEAST:
-        raise UsageError(f"{run} has {len(steps)} steps to calibrate by, and {LEAST} are needed: train more of them under its config")
+        raise UsageError(
+            f"{run} has {len(steps)} steps to calibrate by, and {LEAST} are needed: train more of"
+            " them under its config"
+        )
     return steps
 
 
@@ -102,13 +114,23 @@ class Calibrated:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Mean absolute relative errors: by the cluster as it stood, and of steps that were held back."""
-        return {"before": mean(map(abs, self.fit.before.tolist())), "held_back": mean(map(abs, self.fit.held_back.tolist()))}
+        """Mean absolute relative errors: by the cluster as it stood, and of steps that were held
+        back."""
+        return {
+            "before": mean(map(abs, self.fit.before.tolist())),
+            "held_back": mean(map(abs, self.fit.held_back.tolist())),
+        }
 
     def result(self, file: Path) -> CalibrationResult:
         """What was found, where the cluster was written into a file."""
         rows = [
-            CalibrationStep(step=step.step, layout=step.layout, seconds=step.seconds, before=float(before), held_back=float(held_back))
+            CalibrationStep(
+                step=step.step,
+                layout=step.layout,
+                seconds=step.seconds,
+                before=float(before),
+                held_back=float(held_back),
+            )
             for step, before, held_back in zip(self.steps, self.fit.before, self.fit.held_back)
         ]
         calibration = self.calibration
@@ -124,9 +146,12 @@ class Calibrated:
         )
 
 
-def calibrated(run: Path, config: Config, profile: Cluster, tell: Callable[[str], None] = silent) -> Calibrated:
-    """What the steps of a run folder say of the cluster that they ran on: fewer of them where playing all would take longer than LONGEST_S.
-    `tell`: progress. Raises UsageError where they are too few."""
+def calibrated(
+    run: Path, config: Config, profile: Cluster, tell: Callable[[str], None] = silent
+) -> Calibrated:
+    """What the steps of a run folder say of the cluster that they ran on: fewer of them where
+    playing all would take longer than LONGEST_S. `tell`: progress. Raises UsageError where they are
+    too few."""
     steps = measured(run, config)
     profile = replace(profile, calibration=None)
     configs = {layout_text(step.layout): config.with_layout(step.layout) for step in steps}
@@ -144,13 +169,17 @@ def calibrated(run: Path, config: Config, profile: Cluster, tell: Callable[[str]
         forecasts = {}
         for layout, layout_config in configs.items():
             forecasts[layout] = RunForecast(layout_config, profile.moved(constants))
-        return np.array([forecasts[layout_text(step.layout)].step(step.lengths).seconds for step in steps])
+        return np.array(
+            [forecasts[layout_text(step.layout)].step(step.lengths).seconds for step in steps]
+        )
 
     play({})
     expected_s = (time.monotonic() - began_s) * PLAYS
     if expected_s > LONGEST_S:
         number = max(LEAST, int(len(steps) * LONGEST_S / expected_s))
-        steps = [steps[place] for place in np.linspace(0, len(steps) - 1, number).round().astype(int)]
+        steps = [
+            steps[place] for place in np.linspace(0, len(steps) - 1, number).round().astype(int)
+        ]
     tell(f"playing {len(steps)} steps on the clock takes about {min(expected_s, LONGEST_S):.0f} s")
     fit = by_steps(play, np.array([step.seconds for step in steps]))
     errors = tuple(fit.held_back.tolist())

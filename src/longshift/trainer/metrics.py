@@ -1,4 +1,5 @@
-"""What a step reports, and where it goes: one live line, `metrics.jsonl`, or JSON on standard output. Needs no torch."""
+"""What a step reports, and where it goes: one live line, `metrics.jsonl`, or JSON on standard
+output. Needs no torch."""
 
 import json
 import math
@@ -19,14 +20,17 @@ from longshift.files import rewrite, written
 class GroupMetrics:
     """One length group of a step, in visiting order.
 
-    `upto` its longest possible document, in tokens; `balance` the replicas' mean work over their largest; `seconds` of the slowest rank,
-    switches included, of which `switch_exposed_s` in switching alone; `switch_hidden_s` exchanges under way while the rank computed, each
-    until the rank looked again; bytes that weights coming and gradients going home put on links, of all ranks.
+    `upto` its longest possible document, in tokens; `balance` the replicas' mean work over their
+    largest; `seconds` of the slowest rank, switches included, of which `switch_exposed_s` in
+    switching alone; `switch_hidden_s` exchanges under way while the rank computed, each until the
+    rank looked again; bytes that weights coming and gradients going home put on links, of all
+    ranks.
 
-    Of a layout that streams or offloads: bytes `put` into the tier and `fetched` from it, of all ranks; `waited_s` for either, of the rank
-    that waited longest; `hidden_share` 1 - (seconds waited / seconds for which at least one copy was under way), both summed over ranks;
-    `tier_peak_bytes` the most that waited on the fullest rank. Both seconds are None where the copies are a GPU's, the share also where
-    nothing was copied.
+    Of a layout that streams or offloads: bytes `put` into the tier and `fetched` from it, of all
+    ranks; `waited_s` for either, of the rank that waited longest; `hidden_share` 1 - (seconds
+    waited / seconds for which at least one copy was under way), both summed over ranks;
+    `tier_peak_bytes` the most that waited on the fullest rank. Both seconds are None where the
+    copies are a GPU's, the share also where nothing was copied.
     """
 
     layout: str
@@ -50,8 +54,8 @@ class GroupMetrics:
 
 @dataclass(frozen=True)
 class ValidMetrics:
-    """Validation of documents in a range of lengths. `upto`: the longest, in tokens, a power of two, more than twice the shortest; `loss`:
-    mean over their `targets`, in nats."""
+    """Validation of documents in a range of lengths. `upto`: the longest, in tokens, a power of
+    two, more than twice the shortest; `loss`: mean over their `targets`, in nats."""
 
     upto: int
     loss: float
@@ -60,8 +64,8 @@ class ValidMetrics:
 
 @dataclass(frozen=True)
 class HomeMetrics:
-    """What a home on disk moved since the step before, saving included: bytes that all ranks read and wrote, and seconds that the rank
-    waited for them which waited longest."""
+    """What a home on disk moved since the step before, saving included: bytes that all ranks read
+    and wrote, and seconds that the rank waited for them which waited longest."""
 
     read_bytes: int
     written_bytes: int
@@ -72,15 +76,18 @@ class HomeMetrics:
 class StepMetrics:
     """One training step, the same on every rank.
 
-    `loss` mean over the step's target tokens, in nats; `grad_norm` global, before clipping; `tokens` read, of which `target_tokens`
-    are predicted; `seconds` wall time; `model_flops_per_s` forward and backward of the whole world, recomputation not counted;
-    `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow); `groups`
-    where the layout changes with the length, and where one streams or offloads; `layout` in the config's form; `first` of a process under
-    its layout, in which memory is allocated; `home` where that is on disk. On rank 0, of a run with a calibrated plan, also what the clock
-    said before the step: `predicted_seconds` and their `band`, a relative half-width. After a step that is followed by a validation:
-    `valid_loss`, mean over all targets, `valid` of it by length, its seconds; `early` where the run ends because it has not become better.
-    Of a run with `train.on_step`: `logged`, numbers that the function adds, which are in the row by their own names, and `stopped`, why it
-    ends the run.
+    `loss` mean over the step's target tokens, in nats; `grad_norm` global, before clipping;
+    `tokens` read, of which `target_tokens`
+    are predicted; `seconds` wall time; `model_flops_per_s` forward and backward of the whole world,
+    recomputation not counted; `memory_bytes` peak of the fullest rank; `cursor` documents drawn so
+    far; `skipped` the update was left out (fp16 overflow); `groups` where the layout changes with
+    the length, and where one streams or offloads; `layout` in the config's form; `first` of a
+    process under its layout, in which memory is allocated; `home` where that is on disk. On rank 0,
+    of a run with a calibrated plan, also what the clock said before the step: `predicted_seconds`
+    and their `band`, a relative half-width. After a step that is followed by a validation:
+    `valid_loss`, mean over all targets, `valid` of it by length, its seconds; `early` where the run
+    ends because it has not become better. Of a run with `train.on_step`: `logged`, numbers that the
+    function adds, which are in the row by their own names, and `stopped`, why it ends the run.
     """
 
     step: int
@@ -110,17 +117,28 @@ class StepMetrics:
     stopped: str | None = None
 
     def __repr__(self) -> str:
-        return f"StepMetrics(step={self.step}, loss={self.loss:.4f}, tokens_per_s={self.tokens_per_s:.0f}, seconds={self.seconds:.3g})"
+        return (
+            f"StepMetrics(step={self.step}, loss={self.loss:.4f},"
+            f" tokens_per_s={self.tokens_per_s:.0f}, seconds={self.seconds:.3g})"
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a row for each value that is known."""
         return html_of(fields_table("", json.loads(self.to_json()).items()))
 
     def to_json(self) -> str:
-        """One line of strict JSON; a number that is not finite becomes null, and what is not known is left out."""
-        known = {k: v for k, v in asdict(self).items() if v is not None and (k not in ("valid", "early") or v)}
+        """One line of strict JSON; a number that is not finite becomes null, and what is not known
+        is left out."""
+        known = {
+            k: v
+            for k, v in asdict(self).items()
+            if v is not None and (k not in ("valid", "early") or v)
+        }
         known |= known.pop("logged")
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
+        row = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in known.items()
+        }
         return json.dumps(row, allow_nan=False)
 
     @classmethod
@@ -128,7 +146,11 @@ class StepMetrics:
         """The step of a row. Raises ValueError where it is none."""
         values = {key: math.nan if value is None else value for key, value in row.items()}
         own = {metric.name for metric in fields(cls)}
-        logged = {key: value for key, value in values.items() if key not in own and isinstance(value, int | float)}
+        logged = {
+            key: value
+            for key, value in values.items()
+            if key not in own and isinstance(value, int | float)
+        }
         return _step_adapter().validate_python({**values, "logged": logged})
 
 
@@ -139,8 +161,9 @@ def _step_adapter() -> TypeAdapter[StepMetrics]:
 
 
 class MetricsLog:
-    """Appends steps to `metrics.jsonl`. A resumed run computes again the steps after its checkpoint: their old rows leave the file,
-    so that it holds every step once. Raises OutOfMemoryError and CheckpointError where the disk refuses."""
+    """Appends steps to `metrics.jsonl`. A resumed run computes again the steps after its
+    checkpoint: their old rows leave the file, so that it holds every step once. Raises
+    OutOfMemoryError and CheckpointError where the disk refuses."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -157,8 +180,8 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a `metrics.jsonl`; none where there is no file. A last line cut short by a crash is left out. Raises UsageError for a
-    damaged one before it."""
+    """The rows of a `metrics.jsonl`; none where there is no file. A last line cut short by a crash
+    is left out. Raises UsageError for a damaged one before it."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
@@ -173,13 +196,20 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def faults_of_rows(path: Path, done: int, loss: float | None) -> str:
-    """What is wrong with the rows of the steps that are done, the last of which had this loss in nats (None: not known): rows are missing,
-    or are of another run. An empty text where nothing is."""
+    """What is wrong with the rows of the steps that are done, the last of which had this loss in
+    nats (None: not known): rows are missing, or are of another run. An empty text where nothing
+    is."""
     losses = {row["step"]: row.get("loss") for row in read_rows(path)}
     missing = sorted(set(range(1, done + 1)) - losses.keys())
     if missing:
         several = f"the rows of {len(missing)} of the steps {missing[0]} to {missing[-1]}"
-        return f"lacks {several if len(missing) > 1 else f'the row of step {missing[0]}'}: it was cut, or is of another run"
+        return (
+            f"lacks {several if len(missing) > 1 else f'the row of step {missing[0]}'}: it was cut,"
+            " or is of another run"
+        )
     if loss is not None and done and losses[done] != loss:
-        return f"is of another run: it has loss {losses[done]} for step {done}, and the checkpoint has {loss}"
+        return (
+            f"is of another run: it has loss {losses[done]} for step {done}, and the checkpoint has"
+            f" {loss}"
+        )
     return ""

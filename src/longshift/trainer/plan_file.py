@@ -18,9 +18,11 @@ AGAIN = "remove it, and layout: auto is chosen again"
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, all of which are
-    tried (`SearchResult.trial_plans`); `facts`: what the planner said; `trials`: what the steps of those that were tried took;
-    `chosen`: the one that goes on; `calibration`: what the trials' steps showed of the machine; `home`: what `home: auto` became,
+    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in
+    the config's form, all of which are tried (`SearchResult.trial_plans`); `facts`: what the
+    planner said; `trials`: what the steps of those that were tried took; `chosen`: the one that
+    goes on; `calibration`: what the trials' steps showed of the machine; `home`: what `home: auto`
+    became,
     None where the config names a home."""
 
     asked: Any
@@ -37,11 +39,16 @@ class PlanFile:
         return self.choices[len(self.trials) if self.chosen is None else self.chosen]
 
     def after(self, measured_s: Sequence[float], clock_s: Sequence[float]) -> "PlanFile":
-        """With one more trial, whose steps took these seconds; `clock_s`: the clock's for the same documents, empty where it was not asked.
-        After the last trial it says which choice goes on."""
+        """With one more trial, whose steps took these seconds; `clock_s`: the clock's for the same
+        documents, empty where it was not asked. After the last trial it says which choice goes
+        on."""
         typical_s = self.facts["tried"][len(self.trials)]["seconds"]
         trials = (*self.trials, TrialResult(typical_s, tuple(measured_s), tuple(clock_s)))
-        return replace(self, trials=trials, chosen=fastest_trial(trials) if len(trials) == len(self.choices) else None)
+        return replace(
+            self,
+            trials=trials,
+            chosen=fastest_trial(trials) if len(trials) == len(self.choices) else None,
+        )
 
     def config(self, config: Config) -> Config:
         """The config with the layout of the next step, and its home."""
@@ -52,8 +59,9 @@ class PlanFile:
 
     @classmethod
     def from_json(cls, text: str) -> "PlanFile":
-        """The plan of a file's text. A plan of an earlier version has rates in place of trials, which are dropped: its choice stays, and
-        without a choice its ways are tried anew. Raises ValueError, TypeError or KeyError where the text is no plan."""
+        """The plan of a file's text. A plan of an earlier version has rates in place of trials,
+        which are dropped: its choice stays, and without a choice its ways are tried anew. Raises
+        ValueError, TypeError or KeyError where the text is no plan."""
         try:
             fields = with_current_words(json.loads(text))
         except RecursionError:
@@ -63,7 +71,10 @@ class PlanFile:
         for name in ("rates", "errors"):  # of earlier versions
             fields.pop(name, None)
         rows = fields.pop("trials", ())
-        trials = (TrialResult(row["typical_s"], tuple(row["measured_s"]), tuple(row["clock_s"])) for row in rows)
+        trials = (
+            TrialResult(row["typical_s"], tuple(row["measured_s"]), tuple(row["clock_s"]))
+            for row in rows
+        )
         calibration = fields.pop("calibration", None)
         plan = cls(
             **fields | {"choices": tuple(fields["choices"])},  # pyright: ignore[reportArgumentType]
@@ -83,7 +94,8 @@ def place(run: Path) -> Path:
 
 
 def read(run: Path) -> PlanFile | None:
-    """The plan of a run folder; None where there is none. Raises CheckpointError where it cannot be read."""
+    """The plan of a run folder; None where there is none. Raises CheckpointError where it cannot be
+    read."""
     file = place(run)
     try:
         return parse(file.read_text(encoding="utf-8"), file) if file.exists() else None
@@ -100,7 +112,8 @@ def parse(text: str, file: Path) -> PlanFile:
 
 
 def keep(file: PlanFile | None, run: Path, resume: bool) -> None:
-    """Write a plan into a run's folder; a run that begins without one takes away what another has left there."""
+    """Write a plan into a run's folder; a run that begins without one takes away what another has
+    left there."""
     with written(str(place(run))):
         if file is not None:
             rewrite(place(run), file.to_json())

@@ -1,13 +1,16 @@
 """Ranks on the devices of a Ray cluster, started again on the devices that are left.
 
-    longshift train --on ray -> RayDevices: a placement group, an actor on each GPU (dist.rank_actor)
+    longshift train --on ray -> RayDevices: a placement group, an actor on each GPU
+                                  |         (dist.rank_actor)
                                   |          actor -> longshift worker RUN (rank 0)
                                   |          actor -> longshift worker RUN (rank 1) ...
-                                  +-- an actor is lost: the other ranks end, and the run goes on from its newest
-                                      checkpoint on the devices whose actors are there
+                                  +-- an actor is lost: the other ranks end, and the run goes on
+                                      from its newest checkpoint on the devices whose actors are
+                                      there
 
-Where all ranks are on the driver's machine they meet at a store on loopback, as those of `trainer.launch`. On several machines they meet at
-MASTER_ADDR, the machine of rank 0, as under torchrun.
+Where all ranks are on the driver's machine they meet at a store on loopback, as those of
+`trainer.launch`. On several machines they meet at MASTER_ADDR, the machine of rank 0,
+as under torchrun.
 """
 
 import json
@@ -48,7 +51,14 @@ from longshift.trainer.launch import (
     open_store,
 )
 from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.run_folder import Cause, RunFolder, as_error, clear_causes, prepare, root_cause
+from longshift.trainer.run_folder import (
+    Cause,
+    RunFolder,
+    as_error,
+    clear_causes,
+    prepare,
+    root_cause,
+)
 
 RESERVE_S = 60.0  # to wait for devices that other jobs hold
 POLL_S = 0.5
@@ -68,8 +78,9 @@ class Place(NamedTuple):
 
 
 class RayDevices:
-    """The devices of a Ray cluster that a run has. `asked`: how many the command line names; `kind`: GPU, or CPU where the cluster has no
-    GPU; `count`: how many the cluster has. Mutable: the actors of those that are reserved and not lost."""
+    """The devices of a Ray cluster that a run has. `asked`: how many the command line names;
+    `kind`: GPU, or CPU where the cluster has no GPU; `count`: how many the cluster has. Mutable:
+    the actors of those that are reserved and not lost."""
 
     def __init__(self, asked: int | None) -> None:
         self.asked = asked
@@ -86,36 +97,48 @@ class RayDevices:
     def check(self, ranks: int) -> None:
         """Raises UsageError for more ranks than the cluster has devices."""
         if ranks > self.count:
-            raise UsageError(f"{ranks} ranks need a {self.kind} each, and the Ray cluster has {self.count}: take a layout of fewer ranks")
+            raise UsageError(
+                f"{ranks} ranks need a {self.kind} each, and the Ray cluster has {self.count}: take"
+                " a layout of fewer ranks"
+            )
 
     def auto_override(self, request: AutoLayout) -> str:
-        """The override by which `layout: auto` is planned for the devices that are asked for, or all."""
-        return f"layout={json.dumps(AutoLayout(self.asked or request.ranks or self.count, request.fixed).to_json())}"
+        """The override by which `layout: auto` is planned for the devices that are asked
+        for, or all."""
+        devices = self.asked or request.ranks or self.count
+        return f"layout={json.dumps(AutoLayout(devices, request.fixed).to_json())}"
 
     def fit(self, run: Config, resume: bool, say: Say) -> Config:
-        """The config of a run on these devices. A run that is resumed gets another layout where it must. Raises UsageError."""
+        """The config of a run on these devices. A run that is resumed gets another layout where it
+        must. Raises UsageError."""
         if isinstance(run.layout, AutoLayout):
             self.check(run.layout.ranks or self.count)
             if self.kind == "GPU" and not has_gpu():
                 raise UsageError(
-                    "layout: auto is planned for the machine of this command, which has no GPU: start it on a machine of the cluster, or "
-                    "write the layout down with longshift plan CONFIG --on 2x8xH100 --emit FILE"
+                    "layout: auto is planned for the machine of this command, which has no GPU:"
+                    " start it on a machine of the cluster, or write the layout down with longshift"
+                    " plan CONFIG --on 2x8xH100 --emit FILE"
                 )
             return run
         if not resume and self.asked not in (None, run.world):
-            raise UsageError(f"layout {run.model_dump(mode='json')['layout']} has {run.world} ranks, and --on ray:{self.asked} other")
+            raise UsageError(
+                f"layout {run.model_dump(mode='json')['layout']} has {run.world} ranks, and --on"
+                f" ray:{self.asked} other"
+            )
         self.check(self.asked or (1 if resume else run.world))
         fitted = fit_ranks(run, self.asked or min(run.world, self.count)) if resume else run
         tell_change(run, fitted, say)
         return fitted
 
     def reserve(self, ranks: int) -> None:
-        """Start an actor on each of so many devices, those of a machine one after another. Raises UsageError."""
+        """Start an actor on each of so many devices, those of a machine one after another.
+        Raises UsageError."""
         self.check(ranks)
         group = placement_group([{self.kind: 1.0}] * ranks, strategy="PACK")
         if not group.wait(RESERVE_S):
             raise UsageError(
-                f"Ray has not given {ranks} {self.kind}s within {RESERVE_S:.0f} s, which other jobs may hold: ray status shows them"
+                f"Ray has not given {ranks} {self.kind}s within {RESERVE_S:.0f} s, which other jobs"
+                " may hold: ray status shows them"
             )
         share = {"num_gpus": 1, "num_cpus": 0} if self.kind == "GPU" else {"num_cpus": 1}
         actor_class = ray.remote(RankActor)
@@ -127,9 +150,14 @@ class RayDevices:
             ray.get([actor.poll.remote(0.0) for actor in actors], timeout=RESERVE_S)
         except (RayActorError, GetTimeoutError) as fault:
             reason = str(fault).strip().splitlines()[0]
-            raise UsageError(f"Ray cannot start the ranks' actors: {reason}; all machines of a run need the same longshift") from fault
+            raise UsageError(
+                f"Ray cannot start the ranks' actors: {reason}; all machines of a run need the same"
+                " longshift"
+            ) from fault
 
-        nodes = [node for _, node in sorted(placement_group_table(group)["bundles_to_node_id"].items())]
+        nodes = [
+            node for _, node in sorted(placement_group_table(group)["bundles_to_node_id"].items())
+        ]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         places = [Place(actor, node, addresses[node]) for actor, node in zip(actors, nodes)]
         self.places = sorted(places, key=lambda place: nodes.index(place.node))
@@ -142,9 +170,12 @@ class RayDevices:
 
 
 @contextmanager
-def connect(address: str | None, asked: int | None, ranks: int, crowded: bool) -> Iterator[RayDevices]:
-    """The devices of the Ray cluster at an address, of which `asked` are used, or as many as the layout has ranks. Without an address, of a
-    cluster that is started on this machine, with cores for so many `ranks`, and ends with the block. Raises UsageError."""
+def connect(
+    address: str | None, asked: int | None, ranks: int, crowded: bool
+) -> Iterator[RayDevices]:
+    """The devices of the Ray cluster at an address, of which `asked` are used, or as many as the
+    layout has ranks. Without an address, of a cluster that is started on this machine, with cores
+    for so many `ranks`, and ends with the block. Raises UsageError."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     with temporary_folder() as folder:
         if address is None:
@@ -153,12 +184,17 @@ def connect(address: str | None, asked: int | None, ranks: int, crowded: bool) -
             try:
                 ray.init("local", **size, include_dashboard=False, _temp_dir=str(folder), **quiet)
             except (OSError, ConnectionError, ValueError, RuntimeError) as fault:
-                raise UsageError(f"Ray cannot start on this machine: {fault}; its sockets need a short TMPDIR, such as /tmp") from fault
+                raise UsageError(
+                    f"Ray cannot start on this machine: {fault}; its sockets need a short TMPDIR,"
+                    " such as /tmp"
+                ) from fault
         else:
             try:
                 ray.init(address, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as fault:
-                raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {fault}") from None
+                raise UsageError(
+                    f"no Ray cluster answers at RAY_ADDRESS={address}: {fault}"
+                ) from None
         try:
             yield RayDevices(asked)
         finally:
@@ -166,12 +202,19 @@ def connect(address: str | None, asked: int | None, ranks: int, crowded: bool) -
 
 
 class RayRanks(Ranks):
-    """The ranks of one start, on the actors of `devices`. `out`: for what they print on standard output.
-    `lost`: by rank, why an actor no longer answers.
+    """The ranks of one start, on the actors of `devices`. `out`: for what they print on standard
+    output. `lost`: by rank, why an actor no longer answers.
 
     Mutable: what is known of the ranks, and signals that wait to be sent."""
 
-    def __init__(self, devices: RayDevices, world: int, words: Sequence[str], store: OpenStore | None, out: TextIO):
+    def __init__(
+        self,
+        devices: RayDevices,
+        world: int,
+        words: Sequence[str],
+        store: OpenStore | None,
+        out: TextIO,
+    ):
         self.lost: dict[int, Cause] = {}
         self._actors = [place.actor for place in devices.places[:world]]
         self._codes: dict[int, int] = {}
@@ -183,7 +226,11 @@ class RayRanks(Ranks):
             environments = [local_environment(store, rank, world) for rank in range(world)]
         else:
             environments = cluster_environments(devices.places[:world], port or 0)
-        super().__init__(self._ask("start", {rank: (list(words), environments[rank], folder) for rank in self._running}))
+        super().__init__(
+            self._ask(
+                "start", {rank: (list(words), environments[rank], folder) for rank in self._running}
+            )
+        )
 
     def codes(self) -> dict[int, int]:
         return dict(self._codes)
@@ -195,20 +242,29 @@ class RayRanks(Ranks):
         self._take(self._ask("poll", dict.fromkeys(self._running, (within_s,))))
 
     def send(self, number: signal.Signals, group: bool = False) -> None:
-        """Have the next `wait` send a signal: a signal handler calls this, which may have interrupted Ray."""
+        """Have the next `wait` send a signal: a signal handler calls this, which may have
+        interrupted Ray."""
         self._signals.append(number)
 
     def end(self) -> None:
-        self._take(self._ask("end", {rank: () for rank in range(len(self._actors)) if rank not in self.lost}))
+        self._take(
+            self._ask(
+                "end", {rank: () for rank in range(len(self._actors)) if rank not in self.lost}
+            )
+        )
 
     @property
     def _running(self) -> list[int]:
         return [rank for rank in range(len(self._actors)) if rank not in self._codes]
 
     def _ask(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """What the actors of ranks answer to a method with these arguments. Actors that do not answer are lost."""
+        """What the actors of ranks answer to a method with these arguments. Actors that do not
+        answer are lost."""
         answers: dict[int, Any] = {}
-        references = {rank: getattr(self._actors[rank], method).remote(*values) for rank, values in arguments.items()}
+        references = {
+            rank: getattr(self._actors[rank], method).remote(*values)
+            for rank, values in arguments.items()
+        }
         for rank, reference in references.items():
             try:
                 answers[rank] = ray.get(reference, timeout=ANSWER_S)
@@ -230,9 +286,11 @@ class RayRanks(Ranks):
 
 
 def cluster_environments(places: Sequence[Place], port: int) -> list[dict[str, str]]:
-    """What ranks on several machines find in their environments: torchrun's variables, with rank 0's machine as MASTER_ADDR.
+    """What ranks on several machines find in their environments: torchrun's variables, with rank
+    0's machine as MASTER_ADDR.
 
-    All ranks need the same LOCAL_WORLD_SIZE, by which they plan switches: the largest, where machines differ."""
+    All ranks need the same LOCAL_WORLD_SIZE, by which they plan switches: the largest, where
+    machines differ."""
     counts = Counter(place.node for place in places)
     seen = Counter[str]()
     environments = []
@@ -253,22 +311,44 @@ def cluster_environments(places: Sequence[Place], port: int) -> list[dict[str, s
 
 
 def cause_of_loss(rank: int, fault: Exception) -> Cause:
-    """The cause of a rank whose actor does not answer. Of Ray's many lines the one counts that says what has died."""
+    """The cause of a rank whose actor does not answer. Of Ray's many lines the one counts that says
+    what has died."""
     lines = [line.strip() for line in str(fault).splitlines()]
-    reason = next((line for line in lines if line.startswith("The actor is dead because")), "its actor cannot be reached")
+    reason = next(
+        (line for line in lines if line.startswith("The actor is dead because")),
+        "its actor cannot be reached",
+    )
     if isinstance(fault, GetTimeoutError):
         reason = f"its actor has not answered for {ANSWER_S:.0f} s"
-    reason = reason.replace("The actor is dead because its", "its actor's").partition(". ")[0].rstrip(".")
+    reason = (
+        reason.replace("The actor is dead because its", "its actor's")
+        .partition(". ")[0]
+        .rstrip(".")
+    )
     if isinstance(fault, RayMemoryError):
         error = OutOfMemoryError(f"rank {rank} was ended by Ray, as its machine has no more memory")
-        return Cause(rank=rank, kind=type(error).__name__, message=str(error), exit_code=error.exit_code, time_s=0.0)
-    return Cause(rank=rank, kind="Signal", message=f"rank {rank} was lost: {reason}", exit_code=PeerError.exit_code, time_s=0.0)
+        return Cause(
+            rank=rank,
+            kind=type(error).__name__,
+            message=str(error),
+            exit_code=error.exit_code,
+            time_s=0.0,
+        )
+    return Cause(
+        rank=rank,
+        kind="Signal",
+        message=f"rank {rank} was lost: {reason}",
+        exit_code=PeerError.exit_code,
+        time_s=0.0,
+    )
 
 
 def tell_change(config: Config, fitted: Config, say: Say) -> None:
     """Say to which layout a run changes, if it does."""
     if fitted.layout != config.layout:
-        before, after = (layout_text(each.model_dump(mode="json")["layout"]) for each in (config, fitted))
+        before, after = (
+            layout_text(each.model_dump(mode="json")["layout"]) for each in (config, fitted)
+        )
         say(f"layout {before} becomes {after}")
 
 
@@ -279,8 +359,9 @@ def is_of_device(cause: Cause) -> bool:
 
 @dataclass(frozen=True)
 class RayRun:
-    """A run on Ray. `words`: of the command of its ranks, without --resume; `refit`: the config, and its plan, for fewer ranks; `restarts`:
-    how many times it may start again without a new checkpoint; `out`: for what rank 0 prints."""
+    """A run on Ray. `words`: of the command of its ranks, without --resume; `refit`: the config,
+    and its plan, for fewer ranks; `restarts`: how many times it may start again without a new
+    checkpoint; `out`: for what rank 0 prints."""
 
     devices: RayDevices
     folder: RunFolder
@@ -291,10 +372,12 @@ class RayRun:
     out: TextIO = field(default_factory=lambda: sys.stdout)
 
     def train(self, config: Config, resume: bool) -> None:
-        """Train until the run ends, on the devices that are left after a loss. Raises the LongshiftError of a failure that is no loss of a
-        rank, PeerError after too many losses, and KeyboardInterrupt at a second Ctrl-C."""
+        """Train until the run ends, on the devices that are left after a loss. Raises the
+        LongshiftError of a failure that is no loss of a rank, PeerError after too many losses, and
+        KeyboardInterrupt at a second Ctrl-C."""
         self.devices.reserve(config.world)
-        with redirect_stdout(sys.stderr), Interrupts(self.say) as interrupts:  # Ray tells of machines on standard output
+        # Ray tells of machines on standard output.
+        with redirect_stdout(sys.stderr), Interrupts(self.say) as interrupts:
             try:
                 self._train(config, resume, interrupts)
             except StopAtOnce:
@@ -315,7 +398,10 @@ class RayRun:
                 raise error
             restarts = 1 if self.folder.steps_saved() > saved else restarts + 1
             if restarts > self.restarts:
-                raise PeerError(f"{error}; started {self.restarts} times again without a new checkpoint, and not once more{self._hint()}")
+                raise PeerError(
+                    f"{error}; started {self.restarts} times again without a new checkpoint, and"
+                    f" not once more{self._hint()}"
+                )
 
             # 2. Take the devices that are left, a layout for them, and the newest checkpoint.
             self.devices.drop(lost)
@@ -324,11 +410,16 @@ class RayRun:
             self.say(f"{error}; {len(self.devices.places)} of {config.world} devices are left")
             config, resume = self._again(config)
 
-    def _start(self, config: Config, resume: bool, interrupts: Interrupts) -> tuple[Cause | None, set[int]]:
-        """Train in ranks that are started once: why they have failed, None if they have not, and the ranks whose devices are lost."""
+    def _start(
+        self, config: Config, resume: bool, interrupts: Interrupts
+    ) -> tuple[Cause | None, set[int]]:
+        """Train in ranks that are started once: why they have failed, None if they have not, and
+        the ranks whose devices are lost."""
         clear_causes(self.folder)
         store = open_store() if self.devices.is_local else None
-        ranks = RayRanks(self.devices, config.world, [*self.words, *["--resume"] * resume], store, self.out)
+        ranks = RayRanks(
+            self.devices, config.world, [*self.words, *["--resume"] * resume], store, self.out
+        )
         try:
             interrupts.reach(ranks)
             while len(codes := ranks.codes()) < config.world and not any(codes.values()):
@@ -338,11 +429,17 @@ class RayRun:
         failed = {rank: code for rank, code in ranks.codes().items() if code}
         if not failed:
             return None, set()
-        causes = gather_causes(store.store if store else None, config.world, self.folder, list(ranks.lost.values()))
-        return root_cause(causes, failed), {*ranks.lost, *(cause.rank for cause in causes if is_of_device(cause))}
+        causes = gather_causes(
+            store.store if store else None, config.world, self.folder, list(ranks.lost.values())
+        )
+        return root_cause(causes, failed), {
+            *ranks.lost,
+            *(cause.rank for cause in causes if is_of_device(cause)),
+        }
 
     def _again(self, config: Config) -> tuple[Config, bool]:
-        """The config for the devices that are left, in a folder that is ready for it, and whether there is a checkpoint to go on from."""
+        """The config for the devices that are left, in a folder that is ready for it, and whether
+        there is a checkpoint to go on from."""
         rows = self.folder.steps_done()
         resume = self.folder.begun()
         step = self.folder.steps_saved()
@@ -352,11 +449,23 @@ class RayRun:
         tell_change(config, fitted, self.say)
         if idle := len(self.devices.places) - fitted.world:
             self.say(f"{idle} of the devices that are left {'is' if idle == 1 else 'are'} not used")
-        again = f"; step{'s' * (rows > step + 1)} {step + 1}{f' to {rows}' * (rows > step + 1)} again" if rows > step else ""
-        place = f"from {self.folder.path}/checkpoints/step-{step}" if resume else "from the start, as there is no checkpoint yet"
+        again = (
+            f"; step{'s' * (rows > step + 1)} {step + 1}{f' to {rows}' * (rows > step + 1)} again"
+            if rows > step
+            else ""
+        )
+        place = (
+            f"from {self.folder.path}/checkpoints/step-{step}"
+            if resume
+            else "from the start, as there is no checkpoint yet"
+        )
         self.say(f"going on {place}{again}")
         return fitted, resume
 
     def _hint(self) -> str:
         """How the run can be resumed, at the end of a sentence."""
-        return f": resume with {self.folder.resume_command} --on ray" if self.folder.latest.exists() else ""
+        return (
+            f": resume with {self.folder.resume_command} --on ray"
+            if self.folder.latest.exists()
+            else ""
+        )

@@ -1,9 +1,10 @@
-"""The config that a run goes on with: the run's own, changed in what the command line names and in nothing else. Needs no torch.
+"""The config that a run goes on with: the run's own, changed in what the command line names and in
+nothing else. Needs no torch.
 
-run/config.yaml    train.lr 1e-3    steps 100    layout dp2     the run's
-run.yaml           train.lr 2e-3    steps 100    layout dp2     what the file says now: told, and not taken
-command line                        steps 200                   taken
-goes on with       train.lr 1e-3    steps 200    layout dp2
+run/config.yaml  train.lr 1e-3  steps 100  layout dp2   the run's
+run.yaml         train.lr 2e-3  steps 100  layout dp2   what the file says now: told, and not taken
+command line                    steps 200               taken
+goes on with     train.lr 1e-3  steps 200  layout dp2
 """
 
 import json
@@ -25,8 +26,9 @@ Say = Callable[[str], None]
 
 
 def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> Config:
-    """The config with which the run in `given.save.dir` goes on, where `file` and `overrides` say `given`. What differs is said, line by
-    line. `given` itself where the folder has no checkpoint, or no config, which is said. Raises UsageError."""
+    """The config with which the run in `given.save.dir` goes on, where `file` and `overrides` say
+    `given`. What differs is said, line by line. `given` itself where the folder has no checkpoint,
+    or no config, which is said. Raises UsageError."""
     folder = RunFolder(Path(given.save.dir))
     if not folder.latest.exists():
         return given
@@ -34,12 +36,16 @@ def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> C
         say(f"{folder.shown} holds no config.yaml: the run goes on as {file} says")
         return given
     plan = read(folder.path)
-    if plan is not None and plan.home is not None:  # `auto` is what the plan says, with the layout that the run has
+    # `auto` is what the plan says, with the layout that the run has.
+    if plan is not None and plan.home is not None:
         home = f"home.at={json.dumps(plan.home)}"
         overrides = [home if text in ("home=auto", "home.at=auto") else text for text in overrides]
     run, different = _compare(given, folder, overrides, say)
     if different:
-        say(f"{file} is not what the run in {folder.shown} has; the run's settings stay, where the command line names no other:")
+        say(
+            f"{file} is not what the run in {folder.shown} has; the run's settings stay, where the"
+            " command line names no other:"
+        )
         for key, (old, new) in different.items():
             values = f"{_shown_value(old)} in the run, {_shown_value(new)} in {file.name}"
             say(f"  {key}: {values}; to change it, write {_override(key, new)}")
@@ -47,7 +53,8 @@ def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> C
 
 
 def named(now: Config, say: Say) -> list[str]:
-    """Overrides that make the config of the run in `now.save.dir` the config `now`, all of which is meant; what they change is said."""
+    """Overrides that make the config of the run in `now.save.dir` the config `now`, all of which is
+    meant; what they change is said."""
     folder = RunFolder(Path(now.save.dir))
     if not (folder.latest.exists() and folder.config.is_file()):
         return []
@@ -57,7 +64,9 @@ def named(now: Config, say: Say) -> list[str]:
     return [f"{key}={json.dumps(new)}" for key, (_, new) in different.items()]
 
 
-def _compare(given: Config, folder: RunFolder, overrides: Sequence[str], say: Say) -> tuple[Config, dict[str, tuple[Any, Any]]]:
+def _compare(
+    given: Config, folder: RunFolder, overrides: Sequence[str], say: Say
+) -> tuple[Config, dict[str, tuple[Any, Any]]]:
     """The run's config with overrides, and in what `given` differs from it."""
     run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
     given, run = with_its_plan(given, run, folder.path)
@@ -65,15 +74,19 @@ def _compare(given: Config, folder: RunFolder, overrides: Sequence[str], say: Sa
 
 
 def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Config]:
-    """Both configs, with one layout and home where the run's are what `auto` of the given one became: of chunks, or of the plan in the
-    folder, which the run goes on with."""
+    """Both configs, with one layout and home where the run's are what `auto` of the given one
+    became: of chunks, or of the plan in the folder, which the run goes on with."""
     request = given.layout
     plan = read(folder)
 
     # 1. `layout: auto` stands for a choice of the plan, and `home: auto` for the plan's home.
     if isinstance(request, AutoLayout):
         run_values = run.model_dump(mode="json")
-        is_planned = plan is not None and plan.asked == request.to_json() and run_values["layout"] in plan.choices
+        is_planned = (
+            plan is not None
+            and plan.asked == request.to_json()
+            and run_values["layout"] in plan.choices
+        )
         run_home = run_values["home"]["at"] if given.home.at.auto else None
         if not is_planned or (plan.home if plan else None) != run_home:
             return given, run
@@ -85,18 +98,23 @@ def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Con
     # 2. `chunk-auto` and `recompute-auto` stand for what the run's groups have.
     given_edges = _edges(given)
     run_edges = _edges(run)
-    resolved = tuple(_resolve_edge(edge, run_edge) for edge, run_edge in zip(given_edges, run_edges))
+    resolved = tuple(
+        _resolve_edge(edge, run_edge) for edge, run_edge in zip(given_edges, run_edges)
+    )
     if len(given_edges) == len(run_edges) and resolved == run_edges:
         return given.model_copy(update={"layout": run.layout}), run
     return given, run
 
 
 def changes(was: Config, now: Config) -> dict[str, tuple[Any, Any]]:
-    """What differs between two configs: both values in the config's form, by key, as in `train.lr`."""
+    """What differs between two configs: both values in the config's form, by key,
+    as in `train.lr`."""
     return dict(_differences(was.model_dump(mode="json"), now.model_dump(mode="json")))
 
 
-def _differences(was: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _differences(
+    was: Mapping[str, Any], now: Mapping[str, Any], above: str = ""
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for key in now:
         old = was.get(key)
         new = now[key]

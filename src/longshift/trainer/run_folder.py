@@ -1,4 +1,5 @@
-"""The folder of a run: where everything lies, whether a run may start there, and why one of its ranks failed. Needs no torch.
+"""The folder of a run: where everything lies, whether a run may start there, and why one of its
+ranks failed. Needs no torch.
 
 config.yaml      resolved config; what --resume changes is there when the run goes on with it
 env.json         machine and versions
@@ -46,7 +47,9 @@ from longshift.trainer.step_callback import load_callback
 from longshift.trainer.trackers import expect
 
 # What killed processes leave.
-LEFT = re.compile(r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST|identity)\.writing")
+LEFT = re.compile(
+    r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST|identity)\.writing"
+)
 RANKS_S = 10.0  # to wait for ranks whose launcher was killed
 
 
@@ -85,7 +88,9 @@ class RunFolder:
     @property
     def shown(self) -> str:
         """The path as a person would type it from here."""
-        return shlex.quote(os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path))
+        return shlex.quote(
+            os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)
+        )
 
     @property
     def export_command(self) -> str:
@@ -96,9 +101,11 @@ class RunFolder:
         return f"longshift train {self.shown}/config.yaml --resume"
 
     def begun(self) -> bool:
-        """Whether there is a run to go on with. What a run has left that ended before its first checkpoint is put aside."""
+        """Whether there is a run to go on with. What a run has left that ended before its first
+        checkpoint is put aside."""
         if not self.latest.exists():
-            with written(str(self.path)), suppress(FileNotFoundError):  # there is none, or another rank was faster
+            # There is none, or another rank was faster.
+            with written(str(self.path)), suppress(FileNotFoundError):
                 self.metrics.replace(self.metrics.with_suffix(f".{time.time_ns()}.jsonl"))
         return self.latest.exists()
 
@@ -109,12 +116,17 @@ class RunFolder:
 
     def steps_saved(self) -> int:
         """The step of the newest checkpoint; 0 before the first."""
-        name = self.latest.read_text(encoding="utf-8", errors="replace").strip() if self.latest.exists() else ""
+        name = (
+            self.latest.read_text(encoding="utf-8", errors="replace").strip()
+            if self.latest.exists()
+            else ""
+        )
         step = name.removeprefix("step-")
         return int(step) if step.isdecimal() else 0
 
     def joined(self) -> IO[str] | None:
-        """A file that is open while this rank, which a launcher started, may write here. Raises OutOfMemoryError and CheckpointError."""
+        """A file that is open while this rank, which a launcher started, may write here. Raises
+        OutOfMemoryError and CheckpointError."""
         with written(str(self.path)):
             file = (self.path / ".ranks").open("a", encoding="utf-8")
         with suppress(OSError):  # a file system without locks
@@ -123,12 +135,14 @@ class RunFolder:
 
 
 def prepare(config: Config, resume: bool, rank: int = 0, alone: bool = True) -> RunFolder:
-    """Make the run folder, prove it writable, leave the resolved config in it. Every rank may do so: the outcome is the same, and rank 0's
-    process holds the lock. `alone`: no other rank does it now; then what killed processes have left there is removed.
+    """Make the run folder, prove it writable, leave the resolved config in it. Every rank may do
+    so: the outcome is the same, and rank 0's process holds the lock. `alone`: no other rank does it
+    now; then what killed processes have left there is removed.
 
-    Raises UsageError when the package of a tracker or the function of train.on_step is missing, the folder or stream.folder cannot be
-    written, another process trains there, it holds a run without `resume` being given, files that no run has written, or nothing to resume;
-    OutOfMemoryError and CheckpointError where the disk refuses."""
+    Raises UsageError when the package of a tracker or the function of train.on_step is missing, the
+    folder or stream.folder cannot be written, another process trains there, it holds a run without
+    `resume` being given, files that no run has written, or nothing to resume; OutOfMemoryError and
+    CheckpointError where the disk refuses."""
     with written(f"the run folder {config.save.dir}"):
         return _prepared(config, resume, rank, alone)
 
@@ -138,18 +152,29 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
     if rank == 0:
         expect(config.save.trackers)
         if config.train.on_step is not None:
-            load_callback(config.train.on_step)  # what is wrong with it is said before the ranks start
+            # What is wrong with it is said before the ranks start.
+            load_callback(config.train.on_step)
     _prove_writable(folder.path, "the run folder", "save.dir", make=True)
     if config.stream.folder and (
-        "disk" in config.home.at.tiers or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
+        "disk" in config.home.at.tiers
+        or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
     ):
         _prove_writable(Path(config.stream.folder), "the folder", "stream.folder", make=False)
     if resume and not folder.latest.exists():
-        raise UsageError(f"{folder.shown} holds no checkpoint to resume from; leave out --resume to start at step 1")
+        raise UsageError(
+            f"{folder.shown} holds no checkpoint to resume from; leave out --resume to start at"
+            " step 1"
+        )
     if not resume and folder.latest.exists():
-        raise UsageError(f"{folder.shown} already holds a run; continue it with --resume, or start another with save.dir=...")
+        raise UsageError(
+            f"{folder.shown} already holds a run; continue it with --resume, or start another with"
+            " save.dir=..."
+        )
     if not resume and (folder.config.exists() or folder.env.exists()) and not _written_here(folder):
-        raise UsageError(f"{folder.shown} holds a config.yaml or env.json that no run has written; choose another folder with save.dir=...")
+        raise UsageError(
+            f"{folder.shown} holds a config.yaml or env.json that no run has written; choose"
+            " another folder with save.dir=..."
+        )
     folder = replace(folder, lock=_lock(folder) if rank == 0 else None)
     if alone:
         _wait_for_ranks(folder)
@@ -158,8 +183,8 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
             temporary.sweep(Path(tempfile.gettempdir()))
     if not resume and folder.metrics.exists():
         raise UsageError(
-            f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first checkpoint; "
-            f"remove it with: rm -r {folder.shown}  or start another with save.dir=..."
+            f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first"
+            f" checkpoint; remove it with: rm -r {folder.shown}  or start another with save.dir=..."
         )
     rewrite(folder.asked, config.to_yaml())
     if not resume:
@@ -173,8 +198,9 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
 
 
 def adopt(folder: RunFolder, config: Config) -> None:
-    """Have the run go on with this config. By the machine that it stands beside, which is written first, `prepare` knows it as a run's.
-    Raises OutOfMemoryError and CheckpointError where the disk refuses."""
+    """Have the run go on with this config. By the machine that it stands beside, which is written
+    first, `prepare` knows it as a run's. Raises OutOfMemoryError and CheckpointError where the disk
+    refuses."""
     with written(str(folder.path)):
         rewrite(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
         rewrite(folder.config, config.to_yaml())
@@ -194,7 +220,9 @@ def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
     except OSError as fault:
         if fault.errno in NO_ROOM:
             raise
-        raise UsageError(f"{what} {path} cannot be written: {fault.strerror}; choose another with {key}=...") from None
+        raise UsageError(
+            f"{what} {path} cannot be written: {fault.strerror}; choose another with {key}=..."
+        ) from None
 
 
 def _sweep(folder: RunFolder) -> None:
@@ -217,7 +245,10 @@ def _wait_for_ranks(folder: RunFolder) -> None:
                 return
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise UsageError(f"ranks of a launcher that is gone still save in {folder.shown}; wait for them, or end them") from None
+                    raise UsageError(
+                        f"ranks of a launcher that is gone still save in {folder.shown}; wait for"
+                        " them, or end them"
+                    ) from None
                 time.sleep(0.1)
             except OSError:  # a file system without locks
                 return
@@ -239,9 +270,13 @@ def _lock(folder: RunFolder) -> IO[str]:
     except BlockingIOError:
         file.seek(0)
         owner = file.read().strip()
-        if owner == str(os.getpid()):  # a run that was left, and whose errors somebody still looks at
+        # A run that was left, and whose errors somebody still looks at.
+        if owner == str(os.getpid()):
             return file
-        raise UsageError(f"process {owner} trains in {folder.shown} now; wait, end it, or choose another with save.dir=...") from None
+        raise UsageError(
+            f"process {owner} trains in {folder.shown} now; wait, end it, or choose another with"
+            " save.dir=..."
+        ) from None
     except OSError:  # a file system without locks
         return file
     file.truncate(0)
@@ -267,11 +302,14 @@ def read_asked(path: Path) -> Config:
 def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
     """Where the run is, and what can be done with it."""
     rows = read_rows(folder.metrics)
-    steps = max(rows[-1]["step"] if rows else 0, folder.steps_saved())  # after a loss of power there may be no row of the checkpoint
+    # After a loss of power there may be no row of the checkpoint.
+    steps = max(rows[-1]["step"] if rows else 0, folder.steps_saved())
     is_early = bool(rows) and rows[-1].get("early", False)
     stopped = rows[-1].get("stopped") if rows else None
     is_finished = steps >= run.train.steps or is_early or stopped is not None
-    can_be_longer = steps >= run.train.steps and not is_early and stopped is None and not run.train.stages
+    can_be_longer = (
+        steps >= run.train.steps and not is_early and stopped is None and not run.train.stages
+    )
     losses = {row["step"]: row["valid_loss"] for row in rows if row.get("valid_loss") is not None}
     best_step = min(losses, key=losses.__getitem__, default=None)
     return RunSummary(
@@ -311,7 +349,8 @@ def describe_machine() -> dict[str, object]:
 
 
 class Cause(BaseModel):
-    """Why a rank failed. `kind` is the class of the error; `trace` is empty for a person's mistake."""
+    """Why a rank failed. `kind` is the class of the error; `trace` is empty for a person's
+    mistake."""
 
     rank: int
     kind: str
@@ -330,7 +369,14 @@ def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
     trace = "" if known else "".join(traceback.format_exception(error))
     message = str(error) if known else f"{type(error).__name__}: {error}"
     code = error.exit_code if known else LongshiftError.exit_code
-    cause = Cause(rank=rank, kind=type(error).__name__, message=message, exit_code=code, time_s=time.time(), trace=trace)
+    cause = Cause(
+        rank=rank,
+        kind=type(error).__name__,
+        message=message,
+        exit_code=code,
+        time_s=time.time(),
+        trace=trace,
+    )
     with suppress(OSError):  # it may be why the rank failed
         folder.errors.mkdir(exist_ok=True)
         rewrite(folder.errors / f"rank-{rank}.json", cause.to_json())
@@ -353,8 +399,9 @@ def clear_causes(folder: RunFolder) -> None:
 def root_cause(causes: list[Cause], exit_codes: Mapping[int, int]) -> Cause:
     """The failure that began it. `exit_codes` by rank, negative for a signal.
 
-    When one rank dies, the others fail because of it: they lose a peer (PeerError), abort in NCCL (SIGABRT) or are ended by the
-    launcher (SIGTERM). So a rank's own error comes before those, and among equals the earliest."""
+    When one rank dies, the others fail because of it: they lose a peer (PeerError), abort in NCCL
+    (SIGABRT) or are ended by the launcher (SIGTERM). So a rank's own error comes before those, and
+    among equals the earliest."""
     told = {cause.rank for cause in causes}
     consequences = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 
@@ -383,8 +430,12 @@ def _silent(rank: int, code: int) -> Cause:
     """The cause of a rank that ended without telling one."""
     if code >= 0:
         message = f"ended with exit code {code} and no message"
-        return Cause(rank=rank, kind="Exit", message=message, exit_code=code, time_s=0.0, trace="(none)")
+        return Cause(
+            rank=rank, kind="Exit", message=message, exit_code=code, time_s=0.0, trace="(none)"
+        )
     name = signal.Signals(-code).name
     hint = "; the kernel does this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
     message = f"rank {rank} was ended by {name}{hint}"
-    return Cause(rank=rank, kind="Signal", message=message, exit_code=PeerError.exit_code, time_s=0.0)
+    return Cause(
+        rank=rank, kind="Signal", message=message, exit_code=PeerError.exit_code, time_s=0.0
+    )

@@ -1,11 +1,15 @@
-"""Stages: a run whose documents, lengths, layout, positions or learning rate change after so many steps, as in training from 8K to 128K.
+"""Stages: a run whose documents, lengths, layout, positions or learning rate change after so many
+steps, as in training from 8K to 128K.
 
-    train.stages   {steps: 300}    {steps: 200, data.max_len: 32K}    {steps: 100, data.max_len: 128K, layout: u4, ...}
-    steps          1 ... 300     | 301 ... 500                      | 501 ... 600         a checkpoint at each bar
+    train.stages                                        steps
+    {steps: 300}                                        1 ... 300      a checkpoint
+    {steps: 200, data.max_len: 32K}                     301 ... 500    a checkpoint
+    {steps: 100, data.max_len: 128K, layout: u4, ...}   501 ... 600
 
-Each stage is trained under a config of its own (`Config.parts`) and begins with the checkpoint that the one before it left: weights,
-moments and the number of updates go on, in any layout. A stage with the documents of the one before it, cut alike and in the same order,
-goes on where that stopped; with others, it begins with their first.
+Each stage is trained under a config of its own (`Config.parts`) and begins with the checkpoint that
+the one before it left: weights, moments and the number of updates go on, in any layout. A stage
+with the documents of the one before it, cut alike and in the same order, goes on where that
+stopped; with others, it begins with their first.
 """
 
 from collections.abc import Iterator
@@ -18,8 +22,9 @@ from longshift.state.optimizer import Schedule
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run. `run`: the config of all; `config`: what this part is trained under; `begin`: the run's steps before it; `schedule`:
-    of its learning rate, by the run's updates; `before`: the config of the stage before it."""
+    """A part of a run. `run`: the config of all; `config`: what this part is trained under;
+    `begin`: the run's steps before it; `schedule`: of its learning rate, by the run's updates;
+    `before`: the config of the stage before it."""
 
     run: Config
     config: Config
@@ -35,7 +40,10 @@ class Stage:
     def __str__(self) -> str:
         train, data = self.config.train, self.config.data
         layout = " > ".join(f"{edge.use} to {format_size(edge.upto)}" for edge in self.config.edges)
-        sizes = f"documents to {format_size(data.max_len)}, {format_size(train.tokens_per_step)} tokens a step"
+        sizes = (
+            f"documents to {format_size(data.max_len)}, {format_size(train.tokens_per_step)} tokens"
+            " a step"
+        )
         return f"steps {self.begin + 1} to {self.end}: {sizes}, {layout}"
 
 
@@ -56,4 +64,6 @@ def stages_of(config: Config) -> Iterator[Stage]:
 def schedule_of(config: Config, begin: int = 0) -> Schedule:
     """The learning rate of the steps of `config` after `begin`."""
     train = config.train
-    return Schedule(train.lr, train.steps - begin, train.min_lr, train.warmup, train.schedule, begin)
+    return Schedule(
+        train.lr, train.steps - begin, train.min_lr, train.warmup, train.schedule, begin
+    )

@@ -1,12 +1,13 @@
-"""A function of the user's own that rank 0 calls after each step: `train.on_step`, or `ls.train(..., on_step=...)`.
+"""A function of the user's own that rank 0 calls after each step: `train.on_step`, or
+`ls.train(..., on_step=...)`.
 
     def watch(metrics, control):
         control.log(perplexity=math.exp(metrics.loss))
         if metrics.loss < 2:
             control.stop("the loss is low enough")
 
-What it asks for goes to all ranks before any acts on it. It is given numbers, and nothing that they are computed from.
-"""
+What it asks for goes to all ranks before any acts on it. It is given numbers, and nothing that they
+are computed from."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +27,8 @@ KEY = "train.on_step"  # of a config
 
 @dataclass
 class StepRequest:
-    """What a callback asks for after a step. `stop`: why the run is to end; `fault`: what the callback raised, in a line."""
+    """What a callback asks for after a step. `stop`: why the run is to end; `fault`: what the
+    callback raised, in a line."""
 
     stop: str | None = None
     save: bool = False
@@ -41,7 +43,8 @@ class StepControl:
         self._request = request
 
     def stop(self, reason: str) -> None:
-        """Save this step, and end the run without an error. `reason` stands in the last line of the run, and in its metrics."""
+        """Save this step, and end the run without an error. `reason` stands in the last line of the
+        run, and in its metrics."""
         self._request.stop = str(reason)
 
     def save(self) -> None:
@@ -49,15 +52,19 @@ class StepControl:
         self._request.save = True
 
     def log(self, **numbers: float) -> None:
-        """Add numbers to the step's row, in metrics.jsonl and at the trackers. Raises ValueError for a name that a row has already, and
-        TypeError for what is no number."""
+        """Add numbers to the step's row, in metrics.jsonl and at the trackers. Raises ValueError
+        for a name that a row has already, and TypeError for what is no number."""
         for name, value in numbers.items():
             if name in _ROW_NAMES:
-                raise ValueError(f"control.log: {name} is a name of the step's own metrics; take another")
+                raise ValueError(
+                    f"control.log: {name} is a name of the step's own metrics; take another"
+                )
             try:
                 self._request.logged[name] = float(value)
             except (TypeError, ValueError):
-                raise TypeError(f"control.log: {name} is {shown(value)}, where a number is needed") from None
+                raise TypeError(
+                    f"control.log: {name} is {shown(value)}, where a number is needed"
+                ) from None
 
 
 _ROW_NAMES = frozenset(metric.name for metric in fields(StepMetrics))
@@ -76,10 +83,14 @@ class StepCallback:
 
     @classmethod
     def of(cls, config: Config, rank: int, function: OnStep | None = None) -> "StepCallback | None":
-        """The callback of a run on a rank: `function`, of a run of one process, else what the config names; None where there is none.
-        Raises UsageError."""
+        """The callback of a run on a rank: `function`, of a run of one process, else what the
+        config names; None where there is none. Raises UsageError."""
         if function is not None:
-            return cls(f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}", function)
+            return cls(
+                f"{function.__module__}"
+                f":{getattr(function, '__qualname__', type(function).__name__)}",
+                function,
+            )
         name = config.train.on_step
         if name is None:
             return None
@@ -90,7 +101,8 @@ class StepCallback:
         return self.request.stop is not None or self.request.fault is not None
 
     def after(self, metrics: StepMetrics, world: "World") -> StepMetrics:
-        """Call the function with a step. Returns the step with what the function adds; collective."""
+        """Call the function with a step. Returns the step with what
+        the function adds; collective."""
         request = StepRequest()
         if self._function is not None:
             request = self._call(self._function, metrics)
@@ -109,11 +121,12 @@ class StepCallback:
         return request
 
     def check(self, step: int) -> None:
-        """Raises UsageError where the function has raised after this step, which is saved; on all ranks."""
+        """Raises UsageError where the function has raised after this step, which is saved;
+        on all ranks."""
         if self.request.fault is not None:
             raise UsageError(
-                f"{KEY}: {self.name} raised after step {step}: {self.request.fault}. The step is saved: mend the function and go on with "
-                "--resume"
+                f"{KEY}: {self.name} raised after step {step}: {self.request.fault}. The step is"
+                " saved: mend the function and go on with --resume"
             ) from self._error
 
 
@@ -121,5 +134,7 @@ def load_callback(name: str) -> OnStep:
     """The function that a config names. Raises UsageError."""
     function = load_object(name, KEY)
     if not callable(function):
-        raise UsageError(f"{KEY}: {name} is {shown(function)}, where a function of (metrics, control) is needed")
+        raise UsageError(
+            f"{KEY}: {name} is {shown(function)}, where a function of (metrics, control) is needed"
+        )
     return function

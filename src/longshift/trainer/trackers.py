@@ -1,17 +1,22 @@
-"""Trackers: where the rows of a run go besides `metrics.jsonl`. Each is an optional extra, as in `pip install 'longshift[wandb]'`.
+"""Trackers: where the rows of a run go besides `metrics.jsonl`. Each is an optional extra, as in
+`pip install 'longshift[wandb]'`.
 
     save: {trackers: [wandb, mlflow], project: my-project}
 
     tensorboard  scalars in the run folder's `tensorboard/`, for `tensorboard --logdir runs`
-    wandb        offline, into the run folder's `wandb/`, unless the user's environment or settings say otherwise (WANDB_MODE=online);
-                 `wandb sync RUN/wandb/offline-run-*` sends it later
-    trackio      into its own folder (TRACKIO_DIR), unless the environment names a Space (TRACKIO_SPACE_ID); `trackio show` shows it
-    mlflow       where MLFLOW_TRACKING_URI says, else into `mlflow.db` in the current folder, for `mlflow ui`
+    wandb        offline, into the run folder's `wandb/`, unless the user's environment or
+                 settings say otherwise (WANDB_MODE=online); `wandb sync RUN/wandb/offline-run-*`
+                 sends it later
+    trackio      into its own folder (TRACKIO_DIR), unless the environment names a Space
+                 (TRACKIO_SPACE_ID); `trackio show` shows it
+    mlflow       where MLFLOW_TRACKING_URI says, else into `mlflow.db` in the current folder, for
+                 `mlflow ui`
 
     my_module:MyTracker  a class of the user's own, of the protocol `Tracker`
 
-Rank 0 alone has them. A process that trains is one run of the tracker: a run that was resumed is there in parts, named by their first steps
-and grouped by the run's folder, for trackers do not take a step again that they have already. Needs no torch.
+Rank 0 alone has them. A process that trains is one run of the tracker: a run that was resumed is
+there in parts, named by their first steps and grouped by the run's folder, for trackers do not take
+a step again that they have already. Needs no torch.
 """
 
 import json
@@ -31,7 +36,8 @@ from longshift.terminal import say
 from longshift.trainer.metrics import StepMetrics
 from longshift.user_code import describe_error, is_object, load_object, printing_aside, split_object
 
-PLAIN = ("step", "groups", "layout", "valid", "home", "logged", "stopped")  # of a step's fields, those that are no number of their own
+# Of a step's fields, those that are no number of their own.
+PLAIN = ("step", "groups", "layout", "valid", "home", "logged", "stopped")
 KEY = "save.trackers"  # of a config
 PATIENCE_S = 30.0  # for servers, at the end of a run
 MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # of one call, and of a value, at the most
@@ -41,11 +47,11 @@ METHODS = ("start", "log", "finish")
 
 
 class Tracker(Protocol):
-    """Takes the rows of one process of a run. `save.trackers` may name a class of this protocol, which is made with the run's folder and
-    `save.project`.
+    """Takes the rows of one process of a run. `save.trackers` may name a class of this protocol,
+    which is made with the run's folder and `save.project`.
 
-    All methods are called in one thread of rank 0's process. Training does not wait for them. Any may raise: the run goes on without the
-    tracker then."""
+    All methods are called in one thread of rank 0's process. Training does not wait for them. Any
+    may raise: the run goes on without the tracker then."""
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
         """Begin with a resolved config, before the first row. `first`: its step."""
@@ -79,9 +85,14 @@ class PackageTracker:
         raise NotImplementedError
 
     def part_names(self, first: int) -> dict[str, str]:
-        """What a process of the run that begins with step `first` is called, and the group of all parts of the run."""
+        """What a process of the run that begins with step `first` is called, and the group of all
+        parts of the run."""
         name = self.folder.name
-        return {"project": self.project, "name": name if first == 1 else f"{name} from step {first}", "group": name}
+        return {
+            "project": self.project,
+            "name": name if first == 1 else f"{name} from step {first}",
+            "group": name,
+        }
 
 
 class TensorBoardLog(PackageTracker):
@@ -107,8 +118,11 @@ class WandbLog(PackageTracker):
     package = "wandb"
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
-        has_mode = "mode" in self.library.setup().settings.model_fields_set  # by WANDB_MODE, or a settings file
-        settings = self.library.Settings(console="off", silent=True, disable_git=True, save_code=False, login_timeout=30)
+        # By WANDB_MODE, or a settings file.
+        has_mode = "mode" in self.library.setup().settings.model_fields_set
+        settings = self.library.Settings(
+            console="off", silent=True, disable_git=True, save_code=False, login_timeout=30
+        )
         self.run = self.library.init(
             **self.part_names(first),
             dir=str(self.folder),
@@ -126,14 +140,21 @@ class TrackioLog(PackageTracker):
     package = "trackio"
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
-        self.run = self.library.init(**self.part_names(first), config=dict(config), embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        self.run = self.library.init(
+            **self.part_names(first),
+            config=dict(config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
 
     def finish(self, ok: bool) -> None:
         self.library.finish()  # that of the run would be called again when Python ends
 
 
 class MlflowLog(PackageTracker):
-    """MLflow, in the experiment that is named as the project. The parts of a run have the tag longshift.run."""
+    """MLflow, in the experiment that is named as the project.
+    The parts of a run have the tag longshift.run."""
 
     package = "mlflow"
 
@@ -142,8 +163,13 @@ class MlflowLog(PackageTracker):
         tags = {"longshift.run": str(self.folder)}
         name = self.part_names(first)["name"]
         self.run = self.client.create_run(self._experiment(), run_name=name, tags=tags).info.run_id
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(config)}
-        params = [self.library.entities.Param(key, text[:MLFLOW_LETTERS]) for key, text in texts.items()]
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in flat(config)
+        }
+        params = [
+            self.library.entities.Param(key, text[:MLFLOW_LETTERS]) for key, text in texts.items()
+        ]
         for begin in range(0, len(params), MLFLOW_PARAMS):
             self.client.log_batch(self.run, params=params[begin : begin + MLFLOW_PARAMS])
 
@@ -158,7 +184,9 @@ class MlflowLog(PackageTracker):
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self.library.entities.Metric(name, value, now_ms, step) for name, value in row.items()]
+        metrics = [
+            self.library.entities.Metric(name, value, now_ms, step) for name, value in row.items()
+        ]
         self.client.log_batch(self.run, metrics=metrics)
 
     def finish(self, ok: bool) -> None:
@@ -174,8 +202,8 @@ TRACKERS: Mapping[str, type[PackageTracker]] = {
 
 
 def open_trackers(names: Sequence[str], folder: Path, project: str) -> dict[str, Tracker]:
-    """Trackers that have not started, by name. One of the user's own that cannot be made is said and left out. Raises UsageError where a
-    package, or a person's module, cannot be imported."""
+    """Trackers that have not started, by name. One of the user's own that cannot be made is said
+    and left out. Raises UsageError where a package, or a person's module, cannot be imported."""
     trackers = dict[str, Tracker]()
     for name in names:
         if not is_object(name):
@@ -186,7 +214,10 @@ def open_trackers(names: Sequence[str], folder: Path, project: str) -> dict[str,
             with printing_aside():
                 trackers[name] = make(folder, project)
         except (Exception, SystemExit) as fault:
-            say(f"{name} failed when it was made, and the run goes on without it: {describe_error(fault, split_object(name)[0])}")
+            say(
+                f"{name} failed when it was made, and the run goes on without it:"
+                f" {describe_error(fault, split_object(name)[0])}"
+            )
     return trackers
 
 
@@ -194,28 +225,48 @@ def _open_package(name: str, folder: Path, project: str) -> PackageTracker:
     try:
         return TRACKERS[name](folder, project)
     except ImportError as fault:
-        raise UsageError(f"save.trackers: {name} cannot be imported ({fault}): pip install 'longshift[{name}]'") from None
+        raise UsageError(
+            f"save.trackers: {name} cannot be imported ({fault}): pip install 'longshift[{name}]'"
+        ) from None
 
 
 def expect(names: Sequence[str]) -> None:
-    """Raises UsageError for the first tracker whose package is not installed, or whose class is none of the protocol `Tracker`."""
+    """Raises UsageError for the first tracker whose package is not installed, or whose class is
+    none of the protocol `Tracker`."""
     for name in names:
         if is_object(name):
             tracker_class = load_object(name, KEY)
-            missing = [method for method in METHODS if not callable(getattr(tracker_class, method, None))]
+            missing = [
+                method for method in METHODS if not callable(getattr(tracker_class, method, None))
+            ]
             if missing or not isinstance(tracker_class, type):
-                needed = "a class with start(config, first), log(step, row) and finish(ok) is needed"
+                needed = (
+                    "a class with start(config, first), log(step, row) and finish(ok) is needed"
+                )
                 has_not = f" without {' and '.join(missing)}" if missing else ""
-                raise UsageError(f"{KEY}: {name} is {shown(tracker_class)}{has_not}, where {needed}")
+                raise UsageError(
+                    f"{KEY}: {name} is {shown(tracker_class)}{has_not}, where {needed}"
+                )
         elif find_spec(name) is None:
-            raise UsageError(f"save.trackers: {name} is not installed: pip install 'longshift[{name}]', or leave it out")
+            raise UsageError(
+                f"save.trackers: {name} is not installed: pip install 'longshift[{name}]', or leave"
+                " it out"
+            )
 
 
 def numbers(step: StepMetrics) -> dict[str, float]:
-    """The row of a step: its numbers by name, those of validations by length and of length groups with theirs before a slash."""
-    row = {name: float(value) for name, value in asdict(step).items() if name not in PLAIN and value is not None}
+    """The row of a step: its numbers by name, those of validations by length and of length groups
+    with theirs before a slash."""
+    row = {
+        name: float(value)
+        for name, value in asdict(step).items()
+        if name not in PLAIN and value is not None
+    }
     row |= step.logged
-    row |= {f"home/{name}": float(value) for name, value in (asdict(step.home) if step.home else {}).items()}
+    row |= {
+        f"home/{name}": float(value)
+        for name, value in (asdict(step.home) if step.home else {}).items()
+    }
     row |= {f"valid/to {part.upto}": part.loss for part in step.valid}
     for group in step.groups:
         for name, value in asdict(group).items():
@@ -234,8 +285,9 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 class Trackers:
-    """The trackers of a run, each in a thread of its own: the run never waits for a server, and goes on without a tracker that fails, which
-    is said once on standard error. Mutable. What trackers print goes to standard error too, for standard output is the run's."""
+    """The trackers of a run, each in a thread of its own: the run never waits for a server, and
+    goes on without a tracker that fails, which is said once on standard error. Mutable. What
+    trackers print goes to standard error too, for standard output is the run's."""
 
     def __init__(self, trackers: Mapping[str, Tracker], config: Mapping[str, Any]):
         self._aside = _Aside(sys.stdout)
@@ -249,20 +301,24 @@ class Trackers:
             follower.rows.put((step.step, row))
 
     def finish(self, ok: bool, patience_s: float = PATIENCE_S) -> None:
-        """End those that have begun. `ok`: whether the run has ended without an error; `patience_s`: how long to wait for all of them."""
+        """End those that have begun. `ok`: whether the run has ended without an error;
+        `patience_s`: how long to wait for all of them."""
         for follower in self._followers:
             follower.rows.put(ok)
         until = time.monotonic() + patience_s
         for follower in self._followers:
             follower.join(max(0.0, until - time.monotonic()))
             if follower.is_alive():
-                follower.say(f"has not taken all rows {patience_s:g} s after the last step, and is left")
+                follower.say(
+                    f"has not taken all rows {patience_s:g} s after the last step, and is left"
+                )
         if sys.stdout is self._aside:
             sys.stdout = self._aside.out
 
 
 class _Follower(Thread):
-    """The thread of a tracker. Takes rows until it is told whether the run has ended well. Mutable."""
+    """The thread of a tracker. Takes rows until it is told whether the run has
+    ended well. Mutable."""
 
     def __init__(self, tracker_name: str, tracker: Tracker, config: Mapping[str, Any]):
         super().__init__(name=f"longshift tracker {tracker_name}", daemon=True)
@@ -286,7 +342,8 @@ class _Follower(Thread):
                 row = self.rows.get()
             when = "at the end"
             self._tracker.finish(row)
-        except BaseException as fault:  # of a package that may do anything; what would end the process ends this thread
+        except BaseException as fault:
+            # Of a package that may do anything; what would end the process ends this thread.
             first_line = str(fault).strip().splitlines()[:1]
             reason = ": ".join([type(fault).__name__, *first_line])
             self.say(f"failed {when}, and the run goes on without it: {reason}")

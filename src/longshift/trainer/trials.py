@@ -1,12 +1,16 @@
-"""Trials: a few choices of a plan are trained a few steps each, and one goes on. The steps count: they are the run's own.
+"""Trials: a few choices of a plan are trained a few steps each, and one goes on. The steps count:
+they are the run's own.
 
     plan.json   choices in order        0: dp2 <= 1K, tp2     1: dp2.z3 ...     2: tp2 ...
     steps       1 2 3 4 │ 5 6 7 8 │ 9 10 11 12 │ 13 ...
-    layout         0    │    1    │     2      │ one of them; a checkpoint at each bar, which any layout loads
+    layout         0    │    1    │     2      │ one of them
+                a checkpoint at each bar, which any layout loads
 
-Steps have different documents, so each is compared with what the clock has for its own (`trainer.trial_ranking` says which choice goes
-on). The first step of a trial, in which memory is allocated and kernels are chosen, is not counted. The others are steps of known layouts:
-they calibrate what is known of the machine, by which the steps that follow are predicted (`trainer.foretold`).
+Steps have different documents, so each is compared with what the clock has for its own
+(`trainer.trial_ranking` says which choice goes on). The first step of a trial, in which memory is
+allocated and kernels are chosen, is not counted. The others are steps of known layouts: they
+calibrate what is known of the machine, by which the steps that follow are predicted
+(`trainer.foretold`).
 """
 
 import json
@@ -26,18 +30,26 @@ from longshift.trainer.plan_file import parse, place
 
 STEPS = 4  # of a trial
 
-PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]  # config, whether to resume, after how many steps to save and end
+# config, whether to resume, after how many steps to save and end.
+PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]
 
 
-def train_trials(config: Config, run: Path, resume: bool, world: World, play: PlaySteps) -> Iterator[StepMetrics]:
-    """The steps of a run: of the trials that are left, then of the layout that goes on. Collective; rank 0's file and times count."""
+def train_trials(
+    config: Config, run: Path, resume: bool, world: World, play: PlaySteps
+) -> Iterator[StepMetrics]:
+    """The steps of a run: of the trials that are left, then of the layout that goes on. Collective;
+    rank 0's file and times count."""
     file = place(run)
     text = ""
     if world.rank == 0 and file.exists():
         text = file.read_text(encoding="utf-8", errors="replace")
     text = world.gather_text(text)[0]
     plan = parse(text, file) if text else None
-    if plan is None or plan.chosen is not None or config.model_dump(mode="json")["layout"] not in plan.choices:
+    if (
+        plan is None
+        or plan.chosen is not None
+        or config.model_dump(mode="json")["layout"] not in plan.choices
+    ):
         yield from play(config, resume, None)
         return
     while plan.chosen is None:
@@ -66,18 +78,26 @@ def train_trials(config: Config, run: Path, resume: bool, world: World, play: Pl
     yield from play(plan.config(config), resume, None)
 
 
-def _trial_seconds(config: Config, steps: Sequence[StepMetrics], world: World) -> tuple[list[float], list[float]]:
-    """What the steps of a trial but the first took, and what the clock has for their documents; where this machine was not measured, no
-    seconds of the clock, which is said."""
+def _trial_seconds(
+    config: Config, steps: Sequence[StepMetrics], world: World
+) -> tuple[list[float], list[float]]:
+    """What the steps of a trial but the first took, and what the clock has for their documents;
+    where this machine was not measured, no seconds of the clock, which is said."""
     profile = profile_here(world)
     if profile is None:
-        say("this machine has no profile any more: what the trials took is not compared with the clock")
-    clock_s = [] if profile is None else clocked(config, profile, [step.cursor for step in steps[:-1]])
+        say(
+            "this machine has no profile any more: what the trials took is not compared with the"
+            " clock"
+        )
+    clock_s = (
+        [] if profile is None else clocked(config, profile, [step.cursor for step in steps[:-1]])
+    )
     return [step.seconds for step in steps[1:]], clock_s
 
 
 def _calibration(run: Path, config: Config, world: World) -> Calibration | None:
-    """What the steps of the trials say of this machine; None where it was not measured, and where they are too few, which is said."""
+    """What the steps of the trials say of this machine; None where it was not measured, and where
+    they are too few, which is said."""
     profile = profile_here(world)
     try:
         return None if profile is None else calibrated(run, config, profile).calibration

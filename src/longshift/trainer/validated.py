@@ -1,4 +1,5 @@
-"""Validation while a run trains: when, which checkpoint is best, and whether the run ends because none becomes better."""
+"""Validation while a run trains: when, which checkpoint is best, and whether the run ends because
+none becomes better."""
 
 import json
 import math
@@ -18,8 +19,8 @@ from longshift.trainer.run_folder import RunFolder
 
 
 class Validator:
-    """The validations of a stage. Mutable: `losses` so far, by step, of all stages, the same on all ranks; `begin`: the run's steps before
-    the stage."""
+    """The validations of a stage. Mutable: `losses` so far, by step, of all stages, the same on all
+    ranks; `begin`: the run's steps before the stage."""
 
     def __init__(self, config: Config, documents: ValidSet):
         self.documents = documents
@@ -36,33 +37,51 @@ class Validator:
             return None
         _, cache = open_on_ranks(config, world, data.valid)
         tokens = (config.validation or ValidationConfig()).tokens
-        return cls(config, ValidSet.of(cache, data.max_len, data.overlong, tokens, config.train.tokens_per_step, data.held_out or 0.0))
+        return cls(
+            config,
+            ValidSet.of(
+                cache,
+                data.max_len,
+                data.overlong,
+                tokens,
+                config.train.tokens_per_step,
+                data.held_out or 0.0,
+            ),
+        )
 
     def remember(self, run: Path, world: World, begin: int, last_step: int) -> None:
-        """Take the losses of the run's steps up to `last_step` from its metrics; collective: rank 0's count.
+        """Take the losses of the run's steps up to `last_step` from its metrics; collective: rank
+        0's count.
 
         `begin`: the step that the stage follows."""
         rows = read_rows(RunFolder(run).metrics) if world.rank == 0 else []
-        losses = [(row["step"], row["valid_loss"]) for row in rows if row["step"] <= last_step and row.get("valid_loss") is not None]
+        losses = [
+            (row["step"], row["valid_loss"])
+            for row in rows
+            if row["step"] <= last_step and row.get("valid_loss") is not None
+        ]
         self.losses = dict(json.loads(world.gather_text(json.dumps(losses))[0]))
         self.begin = begin
 
     @property
     def best(self) -> int | None:
-        """The step with the lowest loss of the run, the first of equals; None before the first validation."""
+        """The step with the lowest loss of the run, the first of equals; None before the first
+        validation."""
         return min(self.losses, key=self.losses.__getitem__, default=None)
 
     @property
     def patience_is_over(self) -> bool:
-        """Whether the stage's newest losses, as many as validation.patience, are all above its lowest. Another stage's losses do not count:
-        they are of documents that are cut otherwise."""
+        """Whether the stage's newest losses, as many as validation.patience, are all above its
+        lowest. Another stage's losses do not count: they are of documents that are cut
+        otherwise."""
         losses = {step: loss for step, loss in self.losses.items() if step > self.begin}
         lowest = min(losses, key=losses.__getitem__)
         patience = self.settings.patience
         return patience is not None and sum(step > lowest for step in losses) >= patience
 
     def after(self, metrics: StepMetrics, player: Player) -> StepMetrics:
-        """A step with the validation that follows it, if one does; collective. Raises NonFiniteError."""
+        """A step with the validation that follows it, if one does; collective. Raises
+        NonFiniteError."""
         if metrics.step % self.settings.every and metrics.step != self.last_step:
             return metrics
         begin_s = player.world.now()
@@ -70,7 +89,16 @@ class Validator:
         parts = tuple(ValidMetrics(*row) for row in rows)
         loss = sum(part.loss * part.targets for part in parts) / sum(part.targets for part in parts)
         if not math.isfinite(loss):
-            raise NonFiniteError(f"step {metrics.step}: the loss of the validation is {loss}; a lower train.lr is the usual cure")
+            raise NonFiniteError(
+                f"step {metrics.step}: the loss of the validation is {loss}; a lower train.lr is"
+                " the usual cure"
+            )
         self.losses[metrics.step] = loss
         seconds = player.world.now() - begin_s
-        return replace(metrics, valid_loss=loss, valid=parts, valid_seconds=seconds, early=self.patience_is_over)
+        return replace(
+            metrics,
+            valid_loss=loss,
+            valid=parts,
+            valid_seconds=seconds,
+            early=self.patience_is_over,
+        )

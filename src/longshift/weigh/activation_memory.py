@@ -80,7 +80,9 @@ class TierMemory(Tier):
         while self.puts and not self._has_room(size):
             self.puts.popleft()
         self.puts.append((size, tensors))
-        self.objects[key] = self.memory.allocate("waiting for the backward", size, self.place, tensors[0].shape)
+        self.objects[key] = self.memory.allocate(
+            "waiting for the backward", size, self.place, tensors[0].shape
+        )
         self.memory.moved["put"] += size
 
     def _has_room(self, size: int) -> bool:

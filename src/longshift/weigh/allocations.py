@@ -194,7 +194,9 @@ class RankMemory:
         self.added_bytes = 0
         self.coded_bytes = 0
 
-    def allocate(self, name: str, size: int, place: Place = "device", shape: Hashable = ()) -> Allocation:
+    def allocate(
+        self, name: str, size: int, place: Place = "device", shape: Hashable = ()
+    ) -> Allocation:
         return Allocation(self.allocations, name, size, place, shape)
 
     def allocate_state(self, name: str, size: int, unit: int) -> Allocation:

@@ -1,4 +1,5 @@
-"""Profiles of the events of a chunked pack (`schedule.chunks`): `step.chunked` plays each on tensors without storage.
+"""Profiles of the events of a chunked pack (`schedule.chunks`): `step.chunked` plays each on
+tensors without storage.
 
 `TurnProfile.buffers` has the bytes of each buffer that an event wrote, or left otherwise than it
 found it, as they are after it. A storage that two buffers share is counted in the one that is
@@ -224,7 +225,9 @@ class _EventPlayer:
                 tensors = (self._tokens_output(),)
             case "dqkv":
                 with self.recorder:
-                    tensors = tuple(torch.empty_like(t) for t in self.player.live["graph", self.chunk].outputs)
+                    tensors = tuple(
+                        torch.empty_like(t) for t in self.player.live["graph", self.chunk].outputs
+                    )
             case _:
                 tensors = (self.rank.stream(),)
         self.player.live[name, self._number(name)] = tensors

@@ -70,7 +70,9 @@ def gradient_coding(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Co
     )
 
 
-def weight_coding(bucket: Bucket, rank: int, wire: Wire, weight_bytes: int, master_bytes: int) -> Coding | None:
+def weight_coding(
+    bucket: Bucket, rank: int, wire: Wire, weight_bytes: int, master_bytes: int
+) -> Coding | None:
     """The coding of a bucket's gathers on a rank; None where weights travel as they are.
 
     `weight_bytes`, `master_bytes`: of an element of the copies and of the masters.

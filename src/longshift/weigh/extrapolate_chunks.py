@@ -7,10 +7,12 @@ those of the shorter document that fills the pack up. What a rank sends and move
 and in the pairs. So a few small packs tell what a large one needs, instant by instant. The peak is
 the largest of all instants, which need not be the one of small packs.
 
-    pack: [ document | document | ... | rest ]     documents 3, 4 · chunks of each 9, 12, 15 · of the rest 5, 8
+    pack: [ document | document | ... | rest ]
+    documents 3, 4 · chunks of each 9, 12, 15 · of the rest 5, 8
 
-    bytes of a large pack = w1 · bytes of small pack 1 + w2 · bytes of small pack 2 + ...,  w1 + w2 + ... = 1,
-    with weights that make the measures of the small packs (documents, chunks, ..., pairs) those of the large one
+    bytes of a large pack = w1 · bytes of small pack 1 + w2 · bytes of small pack 2 + ...,
+    w1 + w2 + ... = 1, with weights that make the measures of the small packs (documents, chunks,
+    ..., pairs) those of the large one
 """
 
 import math
@@ -108,7 +110,9 @@ class StepRecord:
     op_name: Callable[[Op], str]
 
 
-def record_step(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[Pack]]) -> StepRecord:
+def record_step(
+    ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[Pack]]
+) -> StepRecord:
     """Play one more step, after one that has left all its updates.
 
     It tells instants apart, where `Ledger.play` tells the peak alone.
@@ -181,7 +185,9 @@ def extrapolate(
     return StepEstimate(peaks, dict(traffic["sent"]), dict(traffic["moved"]))
 
 
-def _weighted_sizes(weights: Sequence[float], snapshots: Sequence[MemorySnapshot], last_sizes: Mapping[str, int]) -> dict[str, int]:
+def _weighted_sizes(
+    weights: Sequence[float], snapshots: Sequence[MemorySnapshot], last_sizes: Mapping[str, int]
+) -> dict[str, int]:
     """Bytes by name, of the names of the last snapshot."""
     sizes_by_snapshot = [snapshot.alive for snapshot in snapshots]
     total = {}
@@ -191,7 +197,9 @@ def _weighted_sizes(weights: Sequence[float], snapshots: Sequence[MemorySnapshot
     return total
 
 
-def _pack_weights(small: Sequence[Pack], pack: Pack, chunk: int, windows: Windows) -> Sequence[float]:
+def _pack_weights(
+    small: Sequence[Pack], pack: Pack, chunk: int, windows: Windows
+) -> Sequence[float]:
     """How much of each small pack makes the large one; together 1."""
     if len(small) == 1:
         return [1.0]

@@ -61,7 +61,9 @@ class Ledger(OperationPlayer):
     ):
         super().__init__()
         self.steps = steps
-        self.memory = RankMemory(steps, transport, same_format, host_is_device, ahead, float8, with_peaks)
+        self.memory = RankMemory(
+            steps, transport, same_format, host_is_device, ahead, float8, with_peaks
+        )
         self.allocations = self.memory.allocations
         self.home = StateMemory(self.memory)
         self.weights: dict[Cut, WeightMemory] = {}

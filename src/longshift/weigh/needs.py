@@ -72,7 +72,9 @@ class StepShape:
             doubled=self.early and not formats.scaled,
         )
 
-    def ledger(self, rank: int, transport: Transport, host_is_device: bool, with_peaks: bool = True) -> Ledger:
+    def ledger(
+        self, rank: int, transport: Transport, host_is_device: bool, with_peaks: bool = True
+    ) -> Ledger:
         return Ledger(
             self.steps(rank),
             transport,
@@ -109,11 +111,15 @@ class StepShape:
         shorter_packs = [full_pack(edge.pack, length) for length in (longest - 1, LONG - 1)]
         return max([pack, *shorter_packs], key=attention_peak)
 
-    def pack_estimate(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> StepEstimate:
+    def pack_estimate(
+        self, edge: Edge, rank: int, transport: Transport, host_is_device: bool
+    ) -> StepEstimate:
         """What a rank needs and sends for one full pack of a group on each replica."""
         return replace(self, tokens=1).estimate([edge], rank, transport, host_is_device)
 
-    def estimate(self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool) -> StepEstimate:
+    def estimate(
+        self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool
+    ) -> StepEstimate:
         """What a rank needs and sends in the largest step with documents for these groups, in
         visiting order."""
         # 1. Choose packs that are small enough to weigh. A step has one of each group, and groups
@@ -156,7 +162,9 @@ class Need:
         return self.estimate.peaks[place].total if place in self.estimate.peaks else 0
 
 
-def memory_needs(shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is_device: bool) -> tuple[Need, ...]:
+def memory_needs(
+    shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is_device: bool
+) -> tuple[Need, ...]:
     """Memory needs of the largest step with documents for these groups, one for each kind of
     rank."""
     order = shape.itinerary.order(tuple(edge.use for edge in edges))
@@ -199,7 +207,9 @@ def micro_count(tokens: int, edge: Edge) -> int:
     return int(micro_counts(tokens, round_tokens, stage_chunks, layout.order == "1f1b"))
 
 
-def micro_counts(tokens: int, round_tokens: Number, chunks: Number, is_1f1b: np.ndarray | bool) -> np.ndarray:
+def micro_counts(
+    tokens: int, round_tokens: Number, chunks: Number, is_1f1b: np.ndarray | bool
+) -> np.ndarray:
     """`micro_count` of numbers or arrays.
 
     `round_tokens`: of a full pack on every replica.

@@ -1,4 +1,5 @@
-"""Plays torch code on tensors of the `meta` device, which have shapes and no storage, and writes down what it does.
+"""Plays torch code on tensors of the `meta` device, which have shapes and no storage, and writes
+down what it does.
 
 A storage counts from the operation that made it until Python drops it, as it does on a real
 device, so that the code under the recorder has the peak that it has in a run. Under the mode
@@ -49,16 +50,8 @@ OF_TRUTHS = {
     "isneginf",
     "signbit",
 }
-OF_INTEGERS = {
-    "add",
-    "sub",
-    "mul",
-    "where",
-    "neg",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_not",
-}  # and of integers, if their arguments are
+# And of integers, if their arguments are.
+OF_INTEGERS = {"add", "sub", "mul", "where", "neg", "bitwise_and", "bitwise_or", "bitwise_not"}
 SCALARS = {"alpha", "approximate"}  # keyword arguments that change no shape or format
 # Operations that touch no element, and those that write one tensor which they do not read.
 NO_KERNEL = {
@@ -72,14 +65,16 @@ NO_KERNEL = {
     "_unsafe_view",
 }
 ONLY_WRITE = {"copy_", "fill_", "zero_"}
-# Operations that read, or write, some elements of a tensor: as many as the result, or the values, have.
+# Operations that read, or write, some elements of a tensor: as many as the result, or the values,
+# have.
 GATHERS = {"embedding", "gather", "index", "index_select"}
 SCATTERS = {"scatter_", "scatter_add_", "index_put_", "index_add_"}
 aten = torch.ops.aten
 
 
 class Matmul(NamedTuple):
-    """[rows, inner] @ [inner, columns], `batch` times in one kernel. `sums_tokens`: a gradient of weights."""
+    """[rows, inner] @ [inner, columns], `batch` times in one kernel. `sums_tokens`: a gradient of
+    weights."""
 
     batch: int
     rows: int
@@ -93,13 +88,15 @@ class Matmul(NamedTuple):
 
 
 class MemoryPass(NamedTuple):
-    """A kernel that reads and writes memory: elementwise operations, sums, copies. `sizes`: bytes of each tensor that it touches."""
+    """A kernel that reads and writes memory: elementwise operations, sums, copies. `sizes`: bytes
+    of each tensor that it touches."""
 
     sizes: tuple[int, ...]
 
 
 class AttentionCall(NamedTuple):
-    """Attention of `rows` queries to `keys` in each query head. `pairs`: of a query and a key that it sees; causal ones n^2 / 2."""
+    """Attention of `rows` queries to `keys` in each query head. `pairs`: of a query and a key that
+    it sees; causal ones n^2 / 2."""
 
     backward: bool
     rows: int
@@ -110,12 +107,17 @@ class AttentionCall(NamedTuple):
     @property
     def flops(self) -> int:
         """Causal scores are counted once."""
-        return int((BACKWARD if self.backward else FORWARD) * self.pairs * self.heads.query * self.heads.width)
+        return int(
+            (BACKWARD if self.backward else FORWARD)
+            * self.pairs
+            * self.heads.query
+            * self.heads.width
+        )
 
 
 class Collective(NamedTuple):
-    """A collective of the ranks along an axis. `size_bytes`: of the whole tensor that is gathered or reduced, of what a rank has for
-    all ranks of an all-to-all, or of a message."""
+    """A collective of the ranks along an axis. `size_bytes`: of the whole tensor that is gathered
+    or reduced, of what a rank has for all ranks of an all-to-all, or of a message."""
 
     axis: str
     operation: Operation
@@ -150,7 +152,8 @@ class TurnProfile:
 
 
 class TurnRecorder(TorchDispatchMode):
-    """Counts bytes, FLOPs and messages of meta tensors. Mutable. `transport`: NCCL stands for GPUs, gloo for CPUs."""
+    """Counts bytes, FLOPs and messages of meta tensors. Mutable. `transport`: NCCL stands for GPUs,
+    gloo for CPUs."""
 
     def __init__(self, transport: Transport):
         super().__init__()
@@ -160,12 +163,15 @@ class TurnRecorder(TorchDispatchMode):
         self.sizes: dict[int, int] = {}  # of storages that are alive, by address
         self.sent: Counter[str] = Counter()
         self.calls: list[DeviceCall] = []
-        self.in_kernel = False  # whether what is played is one kernel on a device, which is counted as a whole
-        self.pieces: dict[tuple, tuple[int, list[DeviceCall]]] = {}  # of attention, played before: peak, calls
+        # Whether what is played is one kernel on a device, which is counted as a whole.
+        self.in_kernel = False
+        # Of attention, played before: peak, calls.
+        self.pieces: dict[tuple, tuple[int, list[DeviceCall]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to skip the compiler would import it, which takes a second."""
+        """Nothing is compiled here, and to skip the compiler would import it, which takes a
+        second."""
         return False
 
     @contextmanager
@@ -178,7 +184,9 @@ class TurnRecorder(TorchDispatchMode):
         with self, torch.enable_grad():
             yield turn
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = self._call(func, args, kwargs)
         if isinstance(out, Tensor):
@@ -285,7 +293,9 @@ class TurnRecorder(TorchDispatchMode):
                 ),
                 backward=count(
                     packed.backward,
-                    lambda grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(q, k, lengths, window, backward=True),
+                    lambda grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(
+                        q, k, lengths, window, backward=True
+                    ),
                 ),
             )
         return replace(
@@ -301,13 +311,17 @@ class TurnRecorder(TorchDispatchMode):
             ),
             add=count(
                 kernel.add,
-                lambda dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(q, k, causal, backward=True),
+                lambda dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(
+                    q, k, causal, backward=True
+                ),
             ),
             rest=kernel.rest and self.count_calls(kernel.rest),
             packed=packed,
         )
 
-    def _count_calls(self, function: Callable[..., Any], describe: Callable[..., AttentionCall]) -> Callable[..., Any]:
+    def _count_calls(
+        self, function: Callable[..., Any], describe: Callable[..., AttentionCall]
+    ) -> Callable[..., Any]:
         def play(*args: Any) -> Any:
             self.calls.append(describe(*args))
             with self.one_kernel():
@@ -328,7 +342,9 @@ class TurnRecorder(TorchDispatchMode):
     def fuse(self, functions: Elementwise) -> Elementwise:
         """The functions as a compiler makes them: each is one kernel that reads its arguments once
         and writes its results."""
-        kernels = {part.name: self._fuse(getattr(functions, part.name)) for part in fields(functions)}
+        kernels = {
+            part.name: self._fuse(getattr(functions, part.name)) for part in fields(functions)
+        }
         return Elementwise(**kernels)
 
     def _fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,9 +357,9 @@ class TurnRecorder(TorchDispatchMode):
         return play
 
 
-# [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a dispatch takes ten
-# microseconds. What the operation's schema tells is not computed: the tensor that is written in place or given as `out`,
-# and the shape of an elementwise result.
+# [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a
+# dispatch takes ten microseconds. What the operation's schema tells is not computed: the tensor
+# that is written in place or given as `out`, and the shape of an elementwise result.
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -397,12 +413,17 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return _empty(shape, tensors[0].dtype)
 
 
-# Tensors that operations make, where torch takes longest to say: shape and format, from their arguments.
+# Tensors that operations make, where torch takes longest to say: shape and format, from their
+# arguments.
 RESULTS: Mapping[Any, Callable[..., Tensor]] = {
-    aten.arange.start_step: lambda start, end, step=1, dtype=None, **options: _empty((-(-(end - start) // step),), dtype or torch.int64),
+    aten.arange.start_step: lambda start, end, step=1, dtype=None, **options: _empty(
+        (-(-(end - start) // step),), dtype or torch.int64
+    ),
     aten.cat.default: _concatenate,
     aten.amax.default: _reduce,
-    aten.linalg_vector_norm.default: lambda x, order=2, *args, **options: _reduce(x, *args, **options),
+    aten.linalg_vector_norm.default: lambda x, order=2, *args, **options: _reduce(
+        x, *args, **options
+    ),
     aten.mm.default: lambda left, right: _empty((left.shape[0], right.shape[1]), left.dtype),
     aten.mv.default: lambda left, right: _empty(left.shape[:1], left.dtype),
     aten.empty_like.default: _like,
@@ -445,7 +466,11 @@ def _broadcast(func: Any, args: tuple) -> Tensor | None:
         dtype = torch.bool
     elif not (dtype.is_floating_point or _stays_integer(func._opname, dtype, args)):
         return None
-    elif dtype == first.dtype and not first.is_contiguous() and all(x.shape == first.shape for x in tensors):
+    elif (
+        dtype == first.dtype
+        and not first.is_contiguous()
+        and all(x.shape == first.shape for x in tensors)
+    ):
         return _like(first)
 
     # 2. Its shape.
@@ -479,8 +504,11 @@ def _piece(q: Tensor, k: Tensor, causal: bool, backward: bool = False) -> Attent
     return AttentionCall(backward, len(q), len(k), pairs, _heads(q, k))
 
 
-def _documents(q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None, backward: bool = False) -> AttentionCall:
-    """Attention of whole documents, each to itself, to the last `window` tokens where there is one."""
+def _documents(
+    q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None, backward: bool = False
+) -> AttentionCall:
+    """Attention of whole documents, each to itself, to the last `window` tokens where there is
+    one."""
     pairs = sum(float(attended(length, window)) for length in lengths)
     return AttentionCall(backward, len(q), len(k), pairs, _heads(q, k))
 
@@ -533,7 +561,8 @@ class RecordedAttention(Attention):
 
 
 class RecordedGroup(Group):
-    """A group of ranks of which only this one is played: bytes that leave it are counted, nothing arrives."""
+    """A group of ranks of which only this one is played: bytes that leave it are counted, nothing
+    arrives."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, recorder: TurnRecorder):
         self.ranks = ranks
@@ -551,7 +580,8 @@ class RecordedGroup(Group):
 
     @contextmanager
     def _collective(self, operation: Operation, x: Tensor, share: float = 1.0) -> Iterator[None]:
-        """Record a collective, and not what it is made of. Its size is `share` times the tensor's."""
+        """Record a collective, and not what it is made of. Its size is `share` times the
+        tensor's."""
         is_outermost = not self.is_inside
         self.is_inside = True
         try:
@@ -597,7 +627,9 @@ class RecordedGroup(Group):
     def _native_reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         self._send(x.numel() * (self.size - 1) // self.size, x)
 
-    def _native_all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False) -> None:
+    def _native_all_reduce(
+        self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False
+    ) -> None:
         self._send(2 * x.numel() * (self.size - 1) // self.size, x)
 
 

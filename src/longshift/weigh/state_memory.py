@@ -86,7 +86,9 @@ class StateMemory:
         self.units[bucket.unit].frozen += size
         if bucket.unit in self.steps.on_disk:
             return [size]
-        self.resident.append(self.memory.allocate_state("weights not trained", size, unit=bucket.unit))
+        self.resident.append(
+            self.memory.allocate_state("weights not trained", size, unit=bucket.unit)
+        )
         return []
 
     def _add_trained(self, bucket: Bucket) -> list[int]:
@@ -127,7 +129,9 @@ class StateMemory:
         buffer_bytes = min(PIECE, max(sizes)) + ALIGN
         self.resident += [
             self.memory.allocate("training state", sum(sizes), "disk"),
-            self.memory.allocate("buffers of the disk", 2 * THREADS * buffer_bytes, self.memory.host),
+            self.memory.allocate(
+                "buffers of the disk", 2 * THREADS * buffer_bytes, self.memory.host
+            ),
         ]
 
     # Gradient sums

@@ -162,7 +162,9 @@ def difference_order(row: Mapping[str, Any]) -> tuple[bool, int]:
     return row["same"], -abs(row["difference"]) if row["same"] else row["number"]
 
 
-def compare_step(timeline: Timeline, prediction: PredictedStep, max_rows: int = 8) -> dict[str, Any]:
+def compare_step(
+    timeline: Timeline, prediction: PredictedStep, max_rows: int = 8
+) -> dict[str, Any]:
     """Compare peaks, and bytes after operations.
 
     `within`: whether the program was played, and the ratio of the peaks is within MIN_RATIO and

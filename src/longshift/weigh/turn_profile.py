@@ -3,12 +3,16 @@
 A turn is what the program calls `compute`. The modules, seams and runner functions that train are
 played once, on one rank, on tensors without storage (`weigh.recorder`):
 
-    pass       forward that keeps nothing                         begins with x               leaves y
-               or, of "block with output", attention's result     begins with x               leaves y, o and log-sum-exp
-    forward    forward that keeps its graph                       begins with x               leaves y, graph
-               or, of "block with output", the second one         begins with x, o and lse    leaves y, graph
-    backward   of a kept graph                                    begins with x, y, dy, graph leaves dx, grads; graph is gone
-    loss       head and cross-entropy of some rows, both ways     begins with x, dx           leaves grads
+                                                      begins with       leaves
+    pass       forward that keeps nothing             x                 y
+               or, of "block with output",
+               attention's result                     x                 y, o and log-sum-exp
+    forward    forward that keeps its graph           x                 y, graph
+               or, of "block with output",
+               the second one                         x, o and lse      y, graph
+    backward   of a kept graph                        x, y, dy, graph   dx, grads; graph is gone
+    loss       head and cross-entropy of some rows,
+               both ways                              x, dx             grads
 
 What a turn begins with stays for as long as it runs.
 """
@@ -46,9 +50,10 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
 
 @dataclass(frozen=True)
 class RankSetup:
-    """A rank, and how it computes. `compute_bytes`: of an element of the compute format; `transport`: gloo with CPUs, NCCL with GPUs;
-    `float8`: whether matmuls of blocks take factors of eight bits; `compiled`: whether each function of `model.functions` is one
-    kernel, as `model.compiled` makes it, whose memory is that of functions that are not."""
+    """A rank, and how it computes. `compute_bytes`: of an element of the compute format;
+    `transport`: gloo with CPUs, NCCL with GPUs; `float8`: whether matmuls of blocks take factors of
+    eight bits; `compiled`: whether each function of `model.functions` is one kernel, as
+    `model.compiled` makes it, whose memory is that of functions that are not."""
 
     spec: ModelSpec
     layout: Layout
@@ -67,26 +72,33 @@ class RankSetup:
         return order.local_tokens // self.layout.contiguous_ranks
 
 
-def unit_turn(setup: RankSetup, order: TokenOrder, part: Part, phase: Phase, block: int = 1) -> TurnProfile:
-    """Profile of one phase of a unit, or of half a block, on a pack in this order. `block`: the unit of one that computes so."""
+def unit_turn(
+    setup: RankSetup, order: TokenOrder, part: Part, phase: Phase, block: int = 1
+) -> TurnProfile:
+    """Profile of one phase of a unit, or of half a block, on a pack in this order. `block`: the
+    unit of one that computes so."""
     profiles = _unit_turns(setup, order, part, block, phase == "pass")
     return profiles[phase]
 
 
 @lru_cache(maxsize=2048)
-def _unit_turns(setup: RankSetup, order: TokenOrder, part: Part, block: int, is_pass: bool) -> dict[Phase, TurnProfile]:
+def _unit_turns(
+    setup: RankSetup, order: TokenOrder, part: Part, block: int, is_pass: bool
+) -> dict[Phase, TurnProfile]:
     player = rank_player(setup, order)
     return {"pass": player.play_pass(part, block)} if is_pass else player.play(part, block)
 
 
 @lru_cache(maxsize=1024)
 def load_turn(setup: RankSetup, order: TokenOrder, has_angles: bool = True) -> TurnProfile:
-    """Profile of making a pack's tokens, labels, positions and tables of angles; of a chunk, whose angles are made later, without these."""
+    """Profile of making a pack's tokens, labels, positions and tables of angles; of a chunk, whose
+    angles are made later, without these."""
     return RankPlayer(setup, order, setup.spec.ropes if has_angles else ()).loaded
 
 
 def loss_turn(setup: RankSetup, order: TokenOrder, number: int) -> TurnProfile:
-    """Profile of the head and loss on the `number`-th block of rows of a pack or a chunk in this order."""
+    """Profile of the head and loss on the `number`-th block of rows of a pack or a chunk
+    in this order."""
     total = setup.rows(order)
     rows = loss_rows(setup.spec, total)
     is_last = (number + 1) * rows >= total  # the last one may be shorter
@@ -104,14 +116,16 @@ def rank_player(setup: RankSetup, order: TokenOrder) -> "RankPlayer":
 
 
 class RankPlayer:
-    """A rank with one pack. Mutable: its recorder. `loaded`: the profile of making the pack's tensors."""
+    """A rank with one pack. Mutable: its recorder. `loaded`: the profile of making
+    the pack's tensors."""
 
     def __init__(self, setup: RankSetup, order: TokenOrder, ropes: Sequence[Rope]):
         self.setup = setup
         self.order = order
         rank = setup.layout.rank(setup.coord)
         self.recorder = TurnRecorder(setup.transport)
-        self.ops = layout_ops(setup.spec, setup.layout, RecordedWorld(rank, self.recorder), self._kernel())  # pyright: ignore[reportArgumentType]
+        world: Any = RecordedWorld(rank, self.recorder)
+        self.ops = layout_ops(setup.spec, setup.layout, world, self._kernel())
         self.ops.attention = self.recorder.attention(self.ops.attention)
         with self.recorder.recording() as turn:
             self.micro = self._micro_batch(ropes)
@@ -149,7 +163,8 @@ class RankPlayer:
             return torch.empty(shape, dtype=dtype or self.setup.dtype, device=META)
 
     def unit(self, unit: int) -> Unit:
-        """The module of a unit with weights of this rank's shapes, and sums where matmuls add to them."""
+        """The module of a unit with weights of this rank's shapes,
+        and sums where matmuls add to them."""
         setup = self.setup
         spec = setup.spec
         by = self.recorder.fuse(WRITTEN_OUT) if setup.compiled else WRITTEN_OUT
@@ -176,10 +191,15 @@ class RankPlayer:
         return turn.profile(output=_bytes(y), graph=turn.left_bytes - _bytes(y))
 
     def play(self, part: Part, block: int) -> dict[Phase, TurnProfile]:
-        """Play a forward of a unit that keeps its graph, the first or another one, and the backward."""
+        """Play a forward of a unit that keeps its graph, the first or another one,
+        and the backward."""
         function = self._function(part, block)
         x = self._input(part)
-        ops = self.ops.keeping(self._attention_output(block)) if part == "block with output" else self.ops
+        ops = (
+            self.ops.keeping(self._attention_output(block))
+            if part == "block with output"
+            else self.ops
+        )
 
         # 1. Forward.
         with self.recorder.recording() as turn:
@@ -193,11 +213,18 @@ class RankPlayer:
                 torch.autograd.backward(y, dy)
         dx_bytes = 0 if x is None else _bytes(x.grad)
         unit: Any = getattr(function, "__self__", function)  # of a half
-        return {"forward": forward, "backward": turn.profile(output=dx_bytes, grads=gradient_bytes(unit))}
+        return {
+            "forward": forward,
+            "backward": turn.profile(output=dx_bytes, grads=gradient_bytes(unit)),
+        }
 
     def _function(self, part: Part, block: int) -> Callable[..., Tensor]:
         module = self.unit(0 if part == "embed" else block)
-        return module.attention_half if isinstance(module, Block) and part == "attention half" else module
+        return (
+            module.attention_half
+            if isinstance(module, Block) and part == "attention half"
+            else module
+        )
 
     def _input(self, part: Part) -> Tensor | None:
         return None if part == "embed" else self.stream().requires_grad_()

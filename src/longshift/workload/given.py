@@ -1,9 +1,11 @@
 """Lengths that a person gives to a plan: how many documents there are of each length, from a file.
 
     lengths.txt, lengths.txt.gz    one length a line, in tokens
-    histogram.csv, .csv.gz         a header with the columns range and number; a row a bin, as in "[501, 1024]",3316785
+    histogram.csv, .csv.gz         a header with the columns range and number; a row a bin, as in
+                                   "[501, 1024]",3316785
 
-Lines that are blank or begin with # are comments. In a bin, lengths are taken to be spread evenly by their logarithm.
+Lines that are blank or begin with # are comments. In a bin, lengths are taken to be spread evenly
+by their logarithm.
 """
 
 import csv
@@ -26,7 +28,8 @@ MOST = 1 << 48  # tokens of a document, documents of a bin
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """`lengths`: of documents in tokens, each once, ascending; `counts`: documents of each. Both int64 and not empty."""
+    """`lengths`: of documents in tokens, each once, ascending; `counts`: documents of each. Both
+    int64 and not empty."""
 
     lengths: np.ndarray
     counts: np.ndarray
@@ -37,7 +40,8 @@ class Lengths:
 
     @classmethod
     def from_array(cls, lengths: np.ndarray) -> "Lengths":
-        """Of documents in any order, [documents]. Raises UsageError where there is none, or one without tokens."""
+        """Of documents in any order, [documents]. Raises UsageError where there is none, or one
+        without tokens."""
         if not len(lengths) or lengths.min() < 1:
             raise UsageError("lengths of documents: there must be one, and each is at least 1")
         unique_lengths, counts = np.unique(np.asarray(lengths, np.int64), return_counts=True)
@@ -54,15 +58,17 @@ class Lengths:
     def documents_per_step(self, tokens_per_step: float) -> float:
         """Mean number of documents of a step, by drawing documents one after another.
 
-        A step ends with the document that completes its tokens, which may be many more than `tokens_per_step`.
-        """
+        A step ends with the document that completes its tokens,
+        which may be many more than `tokens_per_step`."""
         ends = np.cumsum(self.counts)
         mean_length = self.tokens / self.documents
 
         # 1. Draw documents for some steps, and a fifth more, as steps differ.
         max_steps = int(np.clip(COUNTED * mean_length / tokens_per_step, 4, 256))
         random = np.random.default_rng(0)
-        indices = random.integers(0, ends[-1], int(1.2 * max_steps * (tokens_per_step / mean_length + 2)))
+        indices = random.integers(
+            0, ends[-1], int(1.2 * max_steps * (tokens_per_step / mean_length + 2))
+        )
         total_tokens = np.cumsum(self.lengths[np.searchsorted(ends, indices, side="right")])
 
         # 2. Cut them into steps. One that the draw does not complete is left out.
@@ -82,7 +88,8 @@ class Lengths:
         return float(total_tokens[stop - 1]) / steps / mean_length
 
     def typical(self, steps: int, tokens_per_step: float) -> list[np.ndarray]:
-        """Lengths of the documents of so many steps that together stand for all, int64 in random order.
+        """Lengths of the documents of so many steps that together stand for all,
+        int64 in random order.
 
         They are evenly spaced quantiles of the distribution, as many as steps have on average.
         """
@@ -105,12 +112,15 @@ class Lengths:
 def read_lengths(path: Path) -> Lengths:
     """The lengths in a file: a histogram where its name ends with .csv or .csv.gz, else one a line.
 
-    Raises UsageError where it cannot be read, DataError with file and line where it holds something else.
-    """
+    Raises UsageError where it cannot be read, DataError with file and line
+    where it holds something else."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; it is a file with one length a line, or a histogram that ends with .csv") from None
+        raise UsageError(
+            f"{path} does not exist; it is a file with one length a line, or a histogram that ends"
+            " with .csv"
+        ) from None
     except OSError as fault:
         raise UsageError(f"{path} cannot be read: {fault.strerror}") from None
     if content.startswith(b"\x1f\x8b"):
@@ -161,18 +171,23 @@ def _is_comment(line: bytes) -> bool:
 def _parse_whole(text: str, minimum: int, place: str, noun: str) -> int:
     """A whole number. Raises DataError with its place."""
     if not (re.fullmatch("[0-9]{1,30}", text) and minimum <= int(text) <= MOST):
-        raise DataError(f"{place}: {text[:40]!r} is not {noun}, a whole number from {minimum} to {MOST}")
+        raise DataError(
+            f"{place}: {text[:40]!r} is not {noun}, a whole number from {minimum} to {MOST}"
+        )
     return int(text)
 
 
 def _read_histogram(lines: list[bytes], path: Path) -> Lengths | None:
-    """Every bin's documents, shared among lengths that stand for it. Raises DataError for bins that overlap."""
+    """Every bin's documents, shared among lengths that stand for it.
+    Raises DataError for bins that overlap."""
     count_by_length = dict[int, int]()
     previous_high = 0
     previous_place = ""
     for place, low, high, documents in sorted(_bins(lines, path), key=lambda row: row[1:3]):
         if low <= previous_high:
-            raise DataError(f"{place}: the bin from {low} to {high} begins inside another ({previous_place})")
+            raise DataError(
+                f"{place}: the bin from {low} to {high} begins inside another ({previous_place})"
+            )
         previous_high = high
         previous_place = place
         lengths, counts = _spread(low, high, documents)
@@ -194,14 +209,23 @@ def _bins(lines: list[bytes], path: Path) -> Iterator[tuple[str, int, int, int]]
         if columns is None:
             columns = row
             if missing := [name for name in ("range", "number") if name not in columns]:
-                raise DataError(f"{place}: no column {' and '.join(missing)}; a histogram begins with the line range,number")
+                raise DataError(
+                    f"{place}: no column {' and '.join(missing)}; a histogram begins with the line"
+                    " range,number"
+                )
             continue
         if len(row) != len(columns):
-            raise DataError(f'{place}: {len(row)} columns, and the header has {len(columns)}; a range is quoted, as in "[501, 1024]"')
+            raise DataError(
+                f"{place}: {len(row)} columns, and the header has {len(columns)}; a range is"
+                ' quoted, as in "[501, 1024]"'
+            )
         cells = dict(zip(columns, row))
         match = re.fullmatch(r"\[\s*(\S+)\s*,\s*(\S+)\s*\]", cells["range"])
         if not match:
-            raise DataError(f'{place}: {cells["range"]!r} is not a range of lengths, both ends included, such as "[501, 1024]"')
+            raise DataError(
+                f"{place}: {cells['range']!r} is not a range of lengths, both ends included, such"
+                ' as "[501, 1024]"'
+            )
         low = _parse_whole(match[1], 0, place, "a length in tokens")
         high = _parse_whole(match[2], 1, place, "a length in tokens")
         if low > high:

@@ -1,9 +1,12 @@
-"""One step's documents by length: which layout computes them, in which packs, on which replica, and which layout comes first.
+"""One step's documents by length: which layout computes them, in which packs, on which replica, and
+which layout comes first.
 
-    documents ─ by length ─> groups (lo, hi] ─ by cost ─> shares of the layout's replicas ─ best fit ─> packs of up to `pack` tokens
+    documents ─ by length ─> groups (lo, hi] ─ by cost ─> shares of the layout's replicas
+              ─ best fit ─> packs of up to `pack` tokens
 
-Every document is in one pack of one group. Documents are dealt, not packs: they are smaller, so the shares come out nearly equal. Of a
-layout only its replicas have a say in this. A group without documents does not exist: its layout is not visited.
+Every document is in one pack of one group. Documents are dealt, not packs: they are smaller, so the
+shares come out nearly equal. Of a layout only its replicas have a say in this. A group without
+documents does not exist: its layout is not visited.
 """
 
 from bisect import bisect_left
@@ -23,8 +26,9 @@ MOST_EXACT = 14  # nodes: some 10 ms of dynamic programming; every further node 
 
 @dataclass(frozen=True)
 class Edge:
-    """Documents of up to `upto` tokens, and longer than the edge before, are computed under `use`, in packs of up to `pack` tokens, which
-    is `upto` where it is not given. A line of the config's `layout:`."""
+    """Documents of up to `upto` tokens, and longer than the edge before, are computed under `use`,
+    in packs of up to `pack` tokens, which is `upto` where it is not given.
+    A line of the config's `layout:`."""
 
     upto: int
     use: Layout
@@ -58,8 +62,8 @@ def home_layout(edges: Sequence[Edge]) -> Layout:
 class LengthGroup:
     """The documents of one step whose length lies in (lo, hi].
 
-    `packs`: the documents of each, as indices into the step's; `shares`: the packs of each replica (`layout.dp`), as indices into
-    `packs`, maybe none; `costs`: FLOP of each pack.
+    `packs`: the documents of each, as indices into the step's; `shares`: the packs of each replica
+    (`layout.dp`), as indices into `packs`, maybe none; `costs`: FLOP of each pack.
     """
 
     lo: int
@@ -82,7 +86,8 @@ class LengthGroup:
 
 
 def parse_edges(items: Sequence[object]) -> tuple[Edge, ...]:
-    """The groups that a config's `layout:` lists, as in [{upto: 1K, use: dp8, pack: 16K}, {upto: 32K, use: tp8}]. Raises UsageError."""
+    """The groups that a config's `layout:` lists, as in [{upto: 1K, use: dp8, pack: 16K}, {upto:
+    32K, use: tp8}]. Raises UsageError."""
     edges = tuple(_parse_edge(item) for item in items)
     check_edges(edges)
     return edges
@@ -92,10 +97,14 @@ def _parse_edge(item: object) -> Edge:
     needed_keys = ("upto", "use")
     keys = (*needed_keys, "pack")
     if not isinstance(item, dict):
-        raise UsageError(f"{shown(item)}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
+        raise UsageError(
+            f"{shown(item)}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}"
+        )
     for key in item:
         if key not in keys:
-            raise UsageError(f"{str(key)[:80]}: no such key of a group{did_you_mean(str(key), keys)}")
+            raise UsageError(
+                f"{str(key)[:80]}: no such key of a group{did_you_mean(str(key), keys)}"
+            )
     for key in needed_keys:
         if key not in item:
             raise UsageError(f"{shown(item)}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
@@ -118,34 +127,45 @@ def _tokens(key: str, value: object) -> int:
 
 
 def check_edges(edges: Sequence[Edge]) -> None:
-    """Raise UsageError unless the edges ascend, there is one, and every pack holds its group's longest document."""
+    """Raise UsageError unless the edges ascend, there is one, and every pack holds its group's
+    longest document."""
     if not edges:
-        raise UsageError("layout: an empty list; name at least one group, as in layout: [{upto: 4K, use: dp4}]")
+        raise UsageError(
+            "layout: an empty list; name at least one group, as in layout: [{upto: 4K, use: dp4}]"
+        )
     for shorter, longer in pairwise(edges):
         if longer.upto <= shorter.upto:
             fault = f"upto {longer.upto} ({longer.use}) comes after {shorter.upto} ({shorter.use})"
             raise UsageError(f"layout: {fault}; groups go from short to long")
     if edges[0].upto < 1:
-        raise UsageError(f"layout: upto {edges[0].upto} ({edges[0].use}) holds no document; it is at least 1")
+        raise UsageError(
+            f"layout: upto {edges[0].upto} ({edges[0].use}) holds no document; it is at least 1"
+        )
     for edge in edges:
         if edge.pack < edge.upto:
             upto = format_size(edge.upto)
-            fault = f"pack {format_size(edge.pack)} of upto {upto} ({edge.use}) does not hold the group's longest document"
+            fault = (
+                f"pack {format_size(edge.pack)} of upto {upto} ({edge.use}) does not hold the"
+                " group's longest document"
+            )
             raise UsageError(f"layout: {fault}; write pack: {upto} or more, or leave it out")
 
 
-def length_groups(lengths: Sequence[int], edges: Sequence[Edge], spec: ModelSpec) -> tuple[LengthGroup, ...]:
+def length_groups(
+    lengths: Sequence[int], edges: Sequence[Edge], spec: ModelSpec
+) -> tuple[LengthGroup, ...]:
     """The groups that have documents, from short to long.
 
-    Raises UsageError for edges that do not ascend, and for a document longer than the last edge: the over-length policy comes before.
-    """
+    Raises UsageError for edges that do not ascend, and for a document longer than the last edge:
+    the over-length policy comes before."""
     check_edges(edges)
     last = edges[-1]
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is not None and lengths[longest] > last.upto:
         raise UsageError(
-            f"document {longest} of the step has {lengths[longest]} tokens and the last group ({last.use}) ends at {last.upto}; raise its "
-            f"upto to {lengths[longest]}, or cut long documents with data.max_len and data.overlong"
+            f"document {longest} of the step has {lengths[longest]} tokens and the last group"
+            f" ({last.use}) ends at {last.upto}; raise its upto to {lengths[longest]}, or cut long"
+            " documents with data.max_len and data.overlong"
         )
     # An edge includes its length, so bisect_left finds the group.
     ends = [edge.upto for edge in edges]
@@ -160,8 +180,11 @@ def length_groups(lengths: Sequence[int], edges: Sequence[Edge], spec: ModelSpec
     return tuple(groups)
 
 
-def _group(lo: int, edge: Edge, documents: Sequence[int], lengths: Sequence[int], spec: ModelSpec) -> LengthGroup:
-    """The group of some documents: dealt over replicas by cost, then packed on each. `documents`: indices into `lengths`."""
+def _group(
+    lo: int, edge: Edge, documents: Sequence[int], lengths: Sequence[int], spec: ModelSpec
+) -> LengthGroup:
+    """The group of some documents: dealt over replicas by cost, then packed on each. `documents`:
+    indices into `lengths`."""
     document_costs = [cost([lengths[d]], spec) for d in documents]
     packs: list[tuple[int, ...]] = []
     pack_shares: list[tuple[int, ...]] = []
@@ -177,10 +200,12 @@ def _group(lo: int, edge: Edge, documents: Sequence[int], lengths: Sequence[int]
 
 
 def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The order of visiting n nodes whose switches cost least together; of equal orders the lexicographically least.
+    """The order of visiting n nodes whose switches cost least together; of equal orders the
+    lexicographically least.
 
-    `first[i]`: from home to node i. `hop[i][j]`: from i to j, with home's help. The way back costs nothing: gradients of every node go home
-    in any order. Exact for up to MOST_EXACT nodes; more are visited in the order given.
+    `first[i]`: from home to node i. `hop[i][j]`: from i to j, with home's help. The way back costs
+    nothing: gradients of every node go home in any order. Exact for up to MOST_EXACT nodes; more
+    are visited in the order given.
     """
     n = len(first)
     if n > MOST_EXACT:
@@ -209,7 +234,8 @@ def _best_order(begin: np.ndarray, hops: np.ndarray) -> tuple[int, ...]:
             rest = sets_with_node ^ 1 << i
             min_costs[sets_with_node, i] = (hops[i] + min_costs[rest]).min(1)
 
-    # 2. Walk the cheapest way. argmin takes the first of equal nodes: the lexicographically least order.
+    # 2. Walk the cheapest way. argmin takes the first of equal nodes:
+    # the lexicographically least order.
     order = []
     unvisited = (1 << n) - 1
     costs = begin

@@ -1,7 +1,8 @@
-"""Document lengths: how they are spread, what a cap would lose, and what becomes of the documents longer than it.
+"""Document lengths: how they are spread, what a cap would lose, and what becomes of the documents
+longer than it.
 
-Lengths are tokens, int64 [documents], and count the end-of-text token: a document of m tokens has m - 1 targets.
-"""
+Lengths are tokens, int64 [documents], and count the end-of-text token: a document of m tokens has m
+- 1 targets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ class Bin:
 
 @dataclass(frozen=True)
 class CapLoss:
-    """What a cap costs: how many documents are longer, the pieces that `split` makes of them, and the tokens that `truncate` and
-    `drop` lose. `split` loses none, but a piece does not see the one before it."""
+    """What a cap costs: how many documents are longer, the pieces that `split` makes of them, and
+    the tokens that `truncate` and `drop` lose. `split` loses none, but a piece does not see the one
+    before it."""
 
     cap: int
     documents: int
@@ -36,7 +38,8 @@ class CapLoss:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """What is trained on: tokens `start` to `stop` of `document`, each int64 [spans], in the documents' order."""
+    """What is trained on: tokens `start` to `stop` of `document`, each int64 [spans], in the
+    documents' order."""
 
     document: np.ndarray
     start: np.ndarray
@@ -55,7 +58,8 @@ class Spans:
 
 
 def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
-    """Documents and tokens between powers of two, from the shortest document's bin to the longest's."""
+    """Documents and tokens between powers of two, from the shortest document's bin
+    to the longest's."""
     if not len(lengths):
         return ()
     highs = 1 << np.arange(int(lengths.max() - 1).bit_length() + 1)
@@ -66,12 +70,15 @@ def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
     bins = list[Bin]()
     for i in range(int(bin_index.min()), len(highs)):
         high = int(highs[i])
-        bins.append(Bin(low=high // 2, high=high, documents=int(documents[i]), tokens=int(tokens[i])))
+        bins.append(
+            Bin(low=high // 2, high=high, documents=int(documents[i]), tokens=int(tokens[i]))
+        )
     return tuple(bins)
 
 
 def quantiles(lengths: np.ndarray, shares: Sequence[float]) -> tuple[int, ...]:
-    """For each share in [0, 1], the smallest length that at least this share of the documents does not exceed."""
+    """For each share in [0, 1], the smallest length that at least this share of the documents does
+    not exceed."""
     return tuple(int(n) for n in np.quantile(lengths, shares, method="inverted_cdf"))
 
 
@@ -91,8 +98,9 @@ def cap_loss(lengths: np.ndarray, cap: int) -> CapLoss:
 def spans(lengths: np.ndarray, max_len: int, overlong: Overlong) -> Spans:
     """The documents, those longer than `max_len` cut by the policy:
 
-        split      pieces of max_len tokens and a shorter last one: every target once. An end-of-text token that would be a piece
-                   of its own is left out, for it has no target; it is the last target of the piece before
+        split      pieces of max_len tokens and a shorter last one: every target once. An
+                   end-of-text token that would be a piece of its own is left out, for it has no
+                   target; it is the last target of the piece before
         truncate   the first max_len tokens
         drop       nothing
 
@@ -108,5 +116,6 @@ def spans(lengths: np.ndarray, max_len: int, overlong: Overlong) -> Spans:
 
 
 def _pieces(lengths: np.ndarray, max_len: int) -> np.ndarray:
-    """Pieces of documents that are split: the last token is only a target, so that it needs no piece."""
+    """Pieces of documents that are split: the last token is only a target,
+    so that it needs no piece."""
     return -(-(lengths - 1) // max_len)

@@ -1,9 +1,9 @@
 """The order of documents: a shuffle that is computed, not stored.
 
-A global cursor counts documents since training began. Epoch `cursor // n` has its own permutation of the n documents: a balanced
-Feistel network over the smallest power of four that holds n, walked until it lands below n (cycle walking; on average fewer than
-four steps). So a seek to any cursor costs O(1), nothing has to be saved but the cursor, and every machine finds the same order.
-"""
+A global cursor counts documents since training began. Epoch `cursor // n` has its own permutation
+of the n documents: a balanced Feistel network over the smallest power of four that holds n, walked
+until it lands below n (cycle walking; on average fewer than four steps). So a seek to any cursor
+costs O(1), nothing has to be saved but the cursor, and every machine finds the same order."""
 
 import hashlib
 import struct
@@ -22,7 +22,8 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Order:
-    """Endless shuffled order of documents 0 to n-1, at least one; `order[cursor]` is the document at a global cursor >= 0.
+    """Endless shuffled order of documents 0 to n-1, at least one; `order[cursor]` is the document
+    at a global cursor >= 0.
 
     Each epoch is another permutation, keyed by (seed, epoch).
     """
@@ -42,16 +43,18 @@ class Order:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Endless shuffled order of several sources, whose documents are numbered one source after the other.
+    """Endless shuffled order of several sources, whose documents are numbered one source after the
+    other.
 
-    `sizes`: documents of each source, at least 1; `shares`: whole numbers, at least 1, in the proportion in which their documents are read.
-    The sources alternate as evenly as their shares allow, from a place that the seed chooses. Each source has its own endless `Order`,
-    which goes on as its documents are read. So every document of a source is read before one is read again.
+    `sizes`: documents of each source, at least 1; `shares`: whole numbers, at least 1, in the
+    proportion in which their documents are read. The sources alternate as evenly as their shares
+    allow, from a place that the seed chooses. Each source has its own endless `Order`, which goes
+    on as its documents are read. So every document of a source is read before one is read again.
 
         shares 3, 1    a a b a  a a b a  ...    documents of a: 2 0 1 | 1 2 0 | ...
 
-    `mixture[cursor]` costs O(log sources): a tree of pairs of sources, and in each pair an even rounding (Bresenham's line).
-    """
+    `mixture[cursor]` costs O(log sources): a tree of pairs of sources, and in each pair an even
+    rounding (Bresenham's line)."""
 
     sizes: tuple[int, ...]
     shares: tuple[int, ...]
@@ -83,8 +86,8 @@ class Mixture:
             total_share = share_ends[last] - share_ends[first]
             offset = self._offset * total_share >> 64
 
-            # Of the first `cursor` documents of sources first to last, sources up to middle give low_reads. The cursor is
-            # theirs if the next document raises the number.
+            # Of the first `cursor` documents of sources first to last, sources up to middle give
+            # low_reads. The cursor is theirs if the next document raises the number.
             low_reads = (cursor * low_share + offset) // total_share
             next_low_reads = ((cursor + 1) * low_share + offset) // total_share
             if next_low_reads > low_reads:
@@ -97,7 +100,8 @@ class Mixture:
 
 
 def held_out(documents: np.ndarray, share: float) -> np.ndarray:
-    """Which documents, by number, belong to a share that is held out of training: bool, the same for every seed."""
+    """Which documents, by number, belong to a share that is held out of training: bool, the same
+    for every seed."""
     # SplitMix64 of each number, as `_mix` has it, in arrays. Plus one, as zero would stay zero.
     word = (documents.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
@@ -106,9 +110,13 @@ def held_out(documents: np.ndarray, share: float) -> np.ndarray:
 
 
 def shares_of(
-    tokens: Sequence[int], documents: Sequence[int], epochs: Sequence[float | None], weights: Sequence[float | None]
+    tokens: Sequence[int],
+    documents: Sequence[int],
+    epochs: Sequence[float | None],
+    weights: Sequence[float | None],
 ) -> tuple[int, ...]:
-    """Whole numbers in the proportion in which documents of the sources are read. Nothing is rounded.
+    """Whole numbers in the proportion in which documents of the sources are read. Nothing is
+    rounded.
 
     `epochs`: how often a source is read while others are read once; None: 1.
     `weights`: where all sources have one, the proportion of their tokens, which counts instead.
@@ -116,7 +124,9 @@ def shares_of(
     # Text gives the decimal that a person wrote: 0.1 is 1/10, not the nearest float.
     passes = [Fraction(1) if count is None else Fraction(str(count)) for count in epochs]
     if all(weight is not None for weight in weights):
-        passes = [Fraction(str(weight)) / source_tokens for weight, source_tokens in zip(weights, tokens)]
+        passes = [
+            Fraction(str(weight)) / source_tokens for weight, source_tokens in zip(weights, tokens)
+        ]
     reads = [source_passes * n for source_passes, n in zip(passes, documents)]
     denominator = lcm(*(read.denominator for read in reads))
     numerators = [int(read * denominator) for read in reads]
@@ -126,7 +136,9 @@ def shares_of(
 
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
     """One 64-bit key a round."""
-    digest = hashlib.blake2b(f"longshift order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    digest = hashlib.blake2b(
+        f"longshift order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS
+    ).digest()
     return struct.unpack(f"<{_ROUNDS}Q", digest)
 
 
@@ -143,7 +155,8 @@ def _feistel(index: int, bits: int, keys: tuple[int, ...]) -> int:
 
 
 def _mix(word: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014): every input bit reaches every output
+    bit."""
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
     return word ^ word >> 31

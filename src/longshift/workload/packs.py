@@ -1,4 +1,5 @@
-"""Lengths to packs to shares. Every document is in one pack and every pack in one share; nothing is padded, nothing dropped."""
+"""Lengths to packs to shares. Every document is in one pack and every pack in one share; nothing is
+padded, nothing dropped."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -8,11 +9,13 @@ from longshift.spec.model import ModelSpec
 
 
 def pack(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Best-fit decreasing: whole documents, longest first, each into the fullest pack that still holds it, else into a new one.
+    """Best-fit decreasing: whole documents, longest first, each into the fullest pack that still
+    holds it, else into a new one.
 
-    Returns indices into `lengths`; the packs in the order they were opened. A function of its arguments alone: equal lengths keep
-    their order, and of equally full packs the first is taken. Needs at most 11/9 of the fewest possible packs, plus one. No document
-    is longer than `capacity`: the over-length policy comes before packing.
+    Returns indices into `lengths`; the packs in the order they were opened. A function of its
+    arguments alone: equal lengths keep their order, and of equally full packs the first is taken.
+    Needs at most 11/9 of the fewest possible packs, plus one. No document is longer than
+    `capacity`: the over-length policy comes before packing.
     """
     packs: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, pack), ascending
@@ -31,11 +34,12 @@ def pack(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
 
 
 def shares(costs: Sequence[float], replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Longest processing time first: each pack, dearest first, goes to the replica with the least to do.
+    """Longest processing time first: each pack, dearest first, goes to the replica with the least
+    to do.
 
-    Returns indices into `costs` for every replica, dearest first. Shares may differ in number and may be empty. A function of its
-    arguments alone: equal costs keep their order, and of equally loaded replicas the first is taken. The dearest share costs at
-    most 4/3 of the best possible.
+    Returns indices into `costs` for every replica, dearest first. Shares may differ in number and
+    may be empty. A function of its arguments alone: equal costs keep their order, and of equally
+    loaded replicas the first is taken. The dearest share costs at most 4/3 of the best possible.
     """
     replica_shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0.0, replica) for replica in range(replicas)]  # sorted, so a heap
@@ -47,6 +51,6 @@ def shares(costs: Sequence[float], replicas: int) -> tuple[tuple[int, ...], ...]
 
 
 def cost(lengths: Sequence[int], spec: ModelSpec) -> float:
-    """Model FLOP of forward and backward over a pack of documents: linear in its tokens, quadratic in each document as far as the
-    model's sliding window reaches."""
+    """Model FLOP of forward and backward over a pack of documents: linear in its tokens, quadratic
+    in each document as far as the model's sliding window reaches."""
     return sum(n * spec.flops_per_token(float(spec.attended(n)) / n) for n in lengths if n)
