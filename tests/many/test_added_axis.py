@@ -1,5 +1,6 @@
 """An axis that is added in a file of the tests trains as one process does, and ledger and clock know what it sends."""
 
+import numpy as np
 import pytest
 from added_axis import CONTEXT, added
 from forked import DEADLINE_S, Truth, Worlds
@@ -9,12 +10,16 @@ from test_parity import switched_trial
 from longshift.cluster.named import cluster
 from longshift.layout.layout import Layout, number_fields
 from longshift.layout.legal import faults
+from longshift.planner.candidates import enumerate_layouts
+from longshift.planner.shortlist import Problem, compare, shortlist
+from longshift.planner.task import PlanTask
 from longshift.schedule.sequence import pack_order
 from longshift.simulate.cost import Cost, Mesh
 from longshift.simulate.rates import rates
 from longshift.spec.model import ModelSpec
 from longshift.weigh.recorder import Collective
 from longshift.weigh.turn_profile import RankSetup, unit_turn
+from longshift.workload.given import Lengths
 
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128)
 
@@ -64,3 +69,16 @@ def test_an_added_axis_is_weighed_and_timed():
         assert (str(layout), layout.world, layout.ranks(CONTEXT.name, of=4)) == ("dp3.cp2", 6, (4, 5))
         assert faults(SPEC, layout, 6) == ()
     assert "cp" not in number_fields()
+
+
+def test_a_plan_may_choose_an_added_axis():
+    """Where it is fixed, and beside all others where nothing is."""
+    with added():
+        possible = enumerate_layouts(SPEC, 8).candidates
+        assert set(possible.degree(CONTEXT.name).tolist()) == {1, 2, 4, 8}
+        machine = cluster("8xH100")
+        lengths = Lengths.from_array(np.array([300] * 40 + [6000]))
+        task = PlanTask(SPEC, machine, lengths, 1 << 14, "bf16", machine.devices, fixed={CONTEXT.name: (2,)})
+        plans = shortlist(compare(Problem.of(task), task.budget_bytes))
+        assert plans
+        assert all(edge.use.degree(CONTEXT.name) == 2 and edge.use.world == 8 for plan in plans for edge in plan.edges)

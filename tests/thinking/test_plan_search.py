@@ -100,7 +100,7 @@ def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int, float8: bo
 
 def test_plan_keeps_to_what_is_fixed():
     known = enumerate_layouts(SMALL, 8, {"tp": [1, 2], "recompute": ["full"], "zero": [1]}).candidates
-    assert set(known.tp.tolist()) == {1, 2}
+    assert set(known.degree("tp").tolist()) == {1, 2}
     assert {known.layout(index).recompute for index in range(len(known))} == {"full"}
     with pytest.raises(UsageError, match="'tensor' is nothing that a plan chooses"):
         enumerate_layouts(SMALL, 8, {"tensor": [1]})

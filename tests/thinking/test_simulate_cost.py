@@ -66,7 +66,7 @@ def card(cost: Cost, **changes) -> GroupSeconds:
     values = ONE | changes | {"order": 0}
     columns = dict(zip(values, np.broadcast_arrays(*map(np.atleast_1d, values.values()))))
     loads = [columns.pop(name).astype(float) for name in ("micros", "tokens", "pairs")]
-    at = layouts.Candidates(**{name: column.astype(np.int64) for name, column in columns.items()})
+    at = layouts.Candidates({name: column.astype(np.int64) for name, column in columns.items()})
     return step_seconds(cost, at, *loads)
 
 

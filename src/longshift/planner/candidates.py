@@ -1,12 +1,14 @@
-"""Candidates: every layout of whole packs that a model and a world allow, as arrays; and why each of the others is refused.
+"""Candidates: every layout of whole packs that a model and a world allow, as arrays; and why each
+of the others is refused.
 
-A candidate is a mesh (a degree of each axis, virtual stages), an order of the pipeline and its policies (ZeRO,
-recomputation). The rules are those of `layout.legal`. A candidate is also refused if it is another one under a second name,
-or can never be better than it.
+A candidate is a mesh (a degree of each axis, virtual stages), an order of the pipeline and its
+policies (ZeRO, recomputation). The rules are those of `layout.legal`. A candidate is also refused
+if it is another one under a second name, or can never be better than it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,50 +20,100 @@ from longshift.layout.legal import mesh_faults, pipeline_faults
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.spec.model import ModelSpec
 
-VIRTUAL = (1, 2, 4, 8)  # model chunks a pipeline rank: the bubble halves with each, and messages double
+# Model chunks a pipeline rank: the bubble halves with each, and messages double.
+VIRTUAL = (1, 2, 4, 8)
 ZERO = (0, 1, 2, 3)
 ORDERS = ("1f1b", "gpipe")  # codes: positions here
 POLICIES = ("virtual", "order", "zero", "recompute")
-CHOICES = (*axes.names(), *POLICIES)  # what a person can fix
 
 Fixed = Mapping[str, Sequence[int | str]]
 
 
+def choice_names() -> tuple[str, ...]:
+    """What a person can fix: degrees, then policies."""
+    return (*axes.names(), *POLICIES)
+
+
+def mesh_names() -> tuple[str, ...]:
+    """Choices that say which rank computes what."""
+    return (*axes.names(), "virtual")
+
+
+def cut_names() -> tuple[str, ...]:
+    """Choices that cut the weights."""
+    return (*(axis.name for axis in axes.AXES if axis.shares in ("weights", "blocks")), "virtual")
+
+
+def mesh_choices(layout: Layout, names: Sequence[str]) -> tuple[int, ...]:
+    """What a layout has for each of `mesh_names` or `cut_names`."""
+    return tuple(layout.virtual if name == "virtual" else layout.degree(name) for name in names)
+
+
 @dataclass(frozen=True, eq=False)
 class Candidates(Degrees[np.ndarray]):
-    """Candidates as arrays of one length, int64. `order`, `recompute`: codes of ORDERS and of `simulate.cost.RECOMPUTE`."""
+    """Candidates as arrays of one length, int64.
 
-    tp: np.ndarray
-    ulysses: np.ndarray
-    ring: np.ndarray
-    dp: np.ndarray
-    pp: np.ndarray
-    virtual: np.ndarray
-    order: np.ndarray
-    zero: np.ndarray
-    recompute: np.ndarray
+    `codes`: by name of a choice, degrees and numbers of policies; those of `order` and `recompute`
+    are positions in ORDERS and in `simulate.cost.RECOMPUTE`.
+    """
+
+    codes: Mapping[str, np.ndarray]
+
+    @property
+    def dp(self) -> np.ndarray:
+        """Replicas, which share the packs."""
+        return self.codes["dp"]
+
+    @property
+    def pp(self) -> np.ndarray:
+        """Pipeline stages."""
+        return self.codes["pp"]
+
+    @property
+    def virtual(self) -> np.ndarray:
+        """Model chunks of a pipeline rank."""
+        return self.codes["virtual"]
+
+    @property
+    def order(self) -> np.ndarray:
+        """Orders of the pipeline, as positions in ORDERS."""
+        return self.codes["order"]
+
+    @property
+    def zero(self) -> np.ndarray:
+        """ZeRO stages."""
+        return self.codes["zero"]
+
+    @property
+    def recompute(self) -> np.ndarray:
+        """Recomputation, as positions in `simulate.cost.RECOMPUTE`."""
+        return self.codes["recompute"]
 
     def __len__(self) -> int:
-        return len(self.tp)
+        return len(self.zero)
 
     def take(self, index: np.ndarray | slice) -> "Candidates":
         """The candidates at an index, mask or slice."""
-        return Candidates(**{name: column[index] for name, column in vars(self).items()})
+        return Candidates({name: column[index] for name, column in self.codes.items()})
+
+    def with_zero(self, zero: np.ndarray) -> "Candidates":
+        """The candidates under other ZeRO stages."""
+        return Candidates({**self.codes, "zero": zero})
 
     def columns(self, names: Sequence[str] = ()) -> np.ndarray:
-        """Fields side by side, int64 [candidates, names]; all of them without `names`."""
-        names = names or [field.name for field in fields(self)]
-        return np.stack([getattr(self, name) for name in names], 1)
+        """Choices side by side, int64 [candidates, names]; all of them without `names`."""
+        return np.stack([self.codes[name] for name in names or choice_names()], 1)
 
     def degree(self, axis: str) -> np.ndarray:
-        return getattr(self, axis)
+        return self.codes[axis]
 
     def layout(self, index: int) -> Layout:
         """One candidate as a layout."""
-        values = {name: int(column[index]) for name, column in vars(self).items()}
-        order = ORDERS[values.pop("order")]
-        recompute = RECOMPUTE[values.pop("recompute")]
-        return Layout(**values, order=order, recompute=recompute)  # pyright: ignore[reportArgumentType]
+        values: dict[str, Any] = {name: int(column[index]) for name, column in self.codes.items()}
+        degrees = {name: values.pop(name) for name in axes.names()}
+        values["order"] = ORDERS[values["order"]]
+        values["recompute"] = RECOMPUTE[values["recompute"]]
+        return Layout(**values).with_degrees(degrees)
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> "Candidates":
@@ -71,13 +123,13 @@ class Candidates(Degrees[np.ndarray]):
             order = ORDERS.index(layout.order)
             policies = [layout.virtual, order, layout.zero, recompute_code(layout)]
             rows.append([*map(layout.degree, axes.names()), *policies])
-        return cls.from_rows(np.array(rows, np.int64).reshape(len(rows), len(CHOICES)))
+        return cls.from_rows(np.array(rows, np.int64).reshape(len(rows), len(choice_names())))
 
     @classmethod
     def from_rows(cls, rows: np.ndarray) -> "Candidates":
-        """From int64 [candidates, fields]."""
+        """From int64 [candidates, choices]."""
         columns = np.ascontiguousarray(rows.T)
-        return cls(**dict(zip(CHOICES, columns)))
+        return cls(dict(zip(choice_names(), columns)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,18 +214,19 @@ def violations(
 
 
 def unevenness(spec: ModelSpec, candidates: Candidates) -> np.ndarray:
-    """Time of the rank with most query heads over the mean rank's, float64 [candidates]; 1 where they divide."""
-    ranks = candidates.tp * candidates.ulysses
-    return np.ceil(np.ceil(spec.heads / candidates.tp) / candidates.ulysses) * ranks / spec.heads
+    """Time of the rank with most query heads over the mean rank's, float64 [candidates]; 1 where
+    they divide."""
+    tp = candidates.degree("tp")
+    ulysses = candidates.degree("ulysses")
+    return np.ceil(np.ceil(spec.heads / tp) / ulysses) * tp * ulysses / spec.heads
 
 
 def _choices(world: int, fixed: Fixed) -> dict[str, np.ndarray]:
     """Codes of each choice, ascending."""
     for name in fixed:
-        if name not in CHOICES:
-            raise UsageError(
-                f"{name!r} is nothing that a plan chooses{did_you_mean(name, CHOICES)}",
-            )
+        if name not in choice_names():
+            hint = did_you_mean(name, choice_names())
+            raise UsageError(f"{name!r} is nothing that a plan chooses{hint}")
     divisors = [n for n in range(1, int(world**0.5) + 1) if world % n == 0]
     divisors = sorted({*divisors, *(world // n for n in divisors)})
     values_by_name: dict[str, Sequence[int | str]] = dict.fromkeys(axes.names(), divisors)

@@ -1,7 +1,8 @@
-"""Neighbors of a plan: groups on the same meshes, with less recomputation, another ZeRO stage, other packs or ends.
+"""Neighbors of a plan: groups on the same meshes, with less recomputation, another ZeRO stage,
+other packs or ends.
 
-A shortlist names each set of meshes once, with the recomputation, the ZeRO stage and the packs that are best by rate card.
-On the clock others may be.
+A shortlist names each set of meshes once, with the recomputation, the ZeRO stage and the packs that
+are best by rate card. On the clock others may be.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 from longshift.layout import axes
 from longshift.layout.layout import Layout
-from longshift.planner.shortlist import MESH
+from longshift.planner.candidates import mesh_choices, mesh_names
 from longshift.planner.task import Edges
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.workload.groups import Edge
@@ -18,8 +19,8 @@ from longshift.workload.groups import Edge
 def neighbors(edges: Edges) -> Iterator[Edges]:
     """Yield plans that differ in one group, and the plan of `lower_zero`.
 
-    The group has packs of half or twice the size, recomputes less in packs of any of the three sizes, has another ZeRO stage,
-    or ends at other documents. Streamed groups stay as they are.
+    The group has packs of half or twice the size, recomputes less in packs of any of the three
+    sizes, has another ZeRO stage, or ends at other documents. Streamed groups stay as they are.
     """
     for index, edge in enumerate(edges):
         if edge.use.chunk:
@@ -57,7 +58,8 @@ def _replace_group(edges: Edges, index: int, group: Edge) -> Edges:
 
 
 def _move_ends(edges: Edges) -> Iterator[Edges]:
-    """Yield plans in which a group ends at another power of two: the next one, or the one before."""
+    """Yield plans in which a group ends at another power of two: the next one, or the one
+    before."""
     for index, edge in enumerate(edges[:-1]):
         shortest = edges[index - 1].upto if index else 0
         power = 1 << (edge.upto - 1).bit_length()  # the next one, or the end itself
@@ -68,7 +70,8 @@ def _move_ends(edges: Edges) -> Iterator[Edges]:
 
 
 def lower_zero(edges: Edges) -> Edges:
-    """The plan in which every group has the next lower ZeRO stage. Streamed groups stay as they are."""
+    """The plan in which every group has the next lower ZeRO stage. Streamed groups stay as they
+    are."""
     groups = []
     for edge in edges:
         if edge.use.zero > _min_zero(len(edges)) and not edge.use.chunk:
@@ -84,7 +87,7 @@ def halve_packs(edges: Edges) -> Edges:
 
 def mesh_set(edges: Edges) -> frozenset[tuple[int, ...]]:
     """The set of meshes of a plan's groups, which its neighbors share."""
-    return frozenset(tuple(getattr(edge.use, name) for name in MESH) for edge in edges)
+    return frozenset(mesh_choices(edge.use, mesh_names()) for edge in edges)
 
 
 def first_of_meshes(plans: Iterable[Edges]) -> list[Edges]:
@@ -98,8 +101,8 @@ def first_of_meshes(plans: Iterable[Edges]) -> list[Edges]:
 def complexity(edges: Sequence[Edge]) -> tuple[int, ...]:
     """What the simplest of several plans has least of, by weight.
 
-    Groups, streamed groups, axes, recomputation, stages of ZeRO, packs larger than their longest document.
-    """
+    Groups, streamed groups, axes, recomputation, stages of ZeRO, packs larger than their longest
+    document."""
     num_axes = num_streamed = recompute = zero = num_large_packs = 0
     for edge in edges:
         degrees = [edge.use.degree(name) for name in axes.names()]

@@ -1,23 +1,34 @@
-"""Shortlist: the plans that rate cards put first. The ledger and the clock judge them (`planner.plan_evaluator`).
+"""Shortlist: the plans that rate cards put first. The ledger and the clock
+judge them (`planner.plan_evaluator`).
 
-    candidates ─ bound ─> fit packs of some lengths ─ rate cards ─> the fastest at each length ─ program over edges ─> plans
-                                                                 └> the fastest single layouts ────────────────────────┘
+    candidates ─ bound ─> fit packs of some lengths ─ rate cards ─┐
+      ┌───────────────────────────────────────────────────────────┘
+      ├─> the fastest at each length ─ program over edges ─┬─> plans
+      └─> the fastest single layouts ──────────────────────┘
 
-Candidates are compared at a few key lengths. At each, those that fit get the documents between it and the key before, in
-packs as small as they may be and as large as fits. A layout that another one dominates at every key can still be the best
-in an assignment; `planner.neighbors` finds most of these.
+Candidates are compared at a few key lengths. At each, those that fit get the documents between it
+and the key before, in packs as small as they may be and as large as fits. A layout that another one
+dominates at every key can still be the best in an assignment;
+`planner.neighbors` finds most of these.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from longshift.layout import axes
 from longshift.layout.layout import Layout
 from longshift.planner.assign import Tally, best_assignments, tally_lengths
-from longshift.planner.candidates import ORDERS, Candidates, Enumeration, enumerate_layouts
+from longshift.planner.candidates import (
+    ORDERS,
+    Candidates,
+    Enumeration,
+    cut_names,
+    enumerate_layouts,
+    mesh_choices,
+    mesh_names,
+)
 from longshift.planner.group_seconds import GroupLoad, GroupSeconds, group_seconds, switch_seconds
 from longshift.planner.memory_bound import Training, min_device_bytes
 from longshift.planner.task import Edges, PlanTask
@@ -34,11 +45,6 @@ MAX_SINGLES = 8  # single layouts, each of another mesh
 REPACKED = 128  # single layouts that larger packs are tried for
 DOUBLINGS = 12  # of packs, down from a step's tokens
 HALVINGS = 3  # of the largest packs of a group
-MESH = (*axes.names(), "virtual")
-CUT = (
-    *(axis.name for axis in axes.AXES if axis.shares in ("weights", "blocks")),
-    "virtual",
-)  # what cuts the weights
 MAX_CUTS = 3  # of the best single layouts, that assignments of one cut are looked for
 FASTER = 1 - 1e-6  # of the seconds so far: larger packs must gain more than rounding
 
@@ -75,7 +81,8 @@ class Problem:
         return self.tally.between(0, len(self.tally.edges))
 
     def min_bytes(self, candidates: Candidates, capacity: np.ndarray | float) -> np.ndarray:
-        """Bytes that a device needs at least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
+        """Bytes that a device needs at least in the largest step of packs of `capacity` tokens,
+        float64 [candidates]."""
         is_1f1b = candidates.order == ORDERS.index("1f1b")
         step_tokens = capacity * candidates.dp
         num_stages = candidates.pp * candidates.virtual
@@ -178,8 +185,8 @@ def _key_edges(edges: np.ndarray) -> np.ndarray:
 def shortlist(table: CandidateTable) -> list[PlanEstimate]:
     """The best plans by rate cards, fastest first.
 
-    They are single layouts of different meshes, assignments to any layouts, and assignments to layouts that cut the weights
-    alike, which switch no weights.
+    They are single layouts of different meshes, assignments to any layouts, and assignments to
+    layouts that cut the weights alike, which switch no weights.
     """
     singles = table.singles
     if not singles:
@@ -192,8 +199,8 @@ def shortlist(table: CandidateTable) -> list[PlanEstimate]:
 
 
 def weight_cut(layout: Layout) -> tuple[int, ...]:
-    """The degrees that cut the weights, those of CUT."""
-    return tuple(getattr(layout, name) for name in CUT)
+    """The degrees that cut the weights."""
+    return mesh_choices(layout, cut_names())
 
 
 def _best_singles(table: CandidateTable) -> list[PlanEstimate]:
@@ -222,7 +229,9 @@ def _best_singles(table: CandidateTable) -> list[PlanEstimate]:
     # 3. The fastest of each mesh.
     order = np.argsort(seconds, kind="stable")
     plans = []
-    for index in order[_first_rows(candidates.take(order).columns(MESH))][:MAX_SINGLES].tolist():
+    for index in order[_first_rows(candidates.take(order).columns(mesh_names()))][
+        :MAX_SINGLES
+    ].tolist():
         edge = Edge(longest, candidates.layout(index), int(packs[index]))
         plans.append(PlanEstimate((edge,), float(seconds[index])))
     return plans
@@ -265,7 +274,8 @@ def _best_plans(table: CandidateTable, numbers: Sequence[int]) -> list[PlanEstim
 
 
 def _fastest_candidates(table: CandidateTable, single: Layout) -> list[int]:
-    """Numbers of the best single layout, and of the fastest meshes at each key by turns, long documents first."""
+    """Numbers of the best single layout, and of the fastest meshes at each key by turns, long
+    documents first."""
     candidates = table.candidates
     is_single = (candidates.columns() == Candidates.of([single]).columns()).all(1)
     return _pick_by_turns(table, _is_sharded(candidates), np.flatnonzero(is_single).tolist())
@@ -274,7 +284,7 @@ def _fastest_candidates(table: CandidateTable, single: Layout) -> list[int]:
 def _candidates_of_cut(table: CandidateTable, cut: Sequence[int]) -> list[int]:
     """Numbers of the fastest meshes at each key by turns, of those with this cut of the weights."""
     candidates = table.candidates
-    is_of_cut = (candidates.columns(CUT) == np.array(cut)).all(1)
+    is_of_cut = (candidates.columns(cut_names()) == np.array(cut)).all(1)
     return _pick_by_turns(table, _is_sharded(candidates) & is_of_cut)
 
 
@@ -298,12 +308,13 @@ def _fastest_meshes(candidates: Candidates, seconds: np.ndarray) -> list[int]:
     # A mesh has fewer than 64 policies, so these are enough.
     fastest = np.argsort(seconds, kind="stable")[: 64 * BEST_AT_KEY]
     fastest = fastest[np.isfinite(seconds[fastest])]
-    meshes = candidates.take(fastest).columns(MESH)
+    meshes = candidates.take(fastest).columns(mesh_names())
     return fastest[_first_rows(meshes)][:BEST_AT_KEY].tolist()
 
 
 def _is_sharded(candidates: Candidates) -> np.ndarray:
-    """Which candidates shard their state, or have no equal that does: with several layouts every state is sharded."""
+    """Which candidates shard their state, or have no equal that does: with several layouts every
+    state is sharded."""
     has_replicas = candidates.holders > 1
     if not ((candidates.zero == 1) & has_replicas).any():
         return np.ones(len(candidates), bool)
@@ -311,9 +322,10 @@ def _is_sharded(candidates: Candidates) -> np.ndarray:
 
 
 def _shard_state(candidates: Candidates) -> Candidates:
-    """The layouts as a step with several of them takes them: ZeRO-1 at least, where ranks share weights."""
+    """The layouts as a step with several of them takes them:
+    ZeRO-1 at least, where ranks share weights."""
     sharded = np.maximum(candidates.zero, 1)
-    return replace(candidates, zero=np.where(candidates.holders > 1, sharded, candidates.zero))
+    return candidates.with_zero(np.where(candidates.holders > 1, sharded, candidates.zero))
 
 
 def _group_costs(table: CandidateTable, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
@@ -359,7 +371,8 @@ def _group_costs(table: CandidateTable, candidates: Candidates) -> tuple[np.ndar
 
 
 def _largest_packs(table: CandidateTable, candidates: Candidates) -> np.ndarray:
-    """The largest pack of each layout that fits, a power of two or the longest document, float64 [candidates]; 0 if none does."""
+    """The largest pack of each layout that fits, a power of two or the longest document, float64
+    [candidates]; 0 if none does."""
     problem = table.problem
     last_power = int(problem.task.tokens_per_step).bit_length()
     powers = [float(1 << n) for n in range(8, last_power)]
@@ -371,8 +384,9 @@ def _largest_packs(table: CandidateTable, candidates: Candidates) -> np.ndarray:
 
 
 def _switch_costs(problem: Problem, candidates: Candidates) -> np.ndarray:
-    """Seconds to enter each layout from each, float64 [layouts, layouts]; 0 where they cut the weights alike."""
-    cuts = candidates.columns(CUT)
+    """Seconds to enter each layout from each, float64 [layouts, layouts]; 0 where they cut the
+    weights alike."""
+    cuts = candidates.columns(cut_names())
     is_same_cut = (cuts[:, None] == cuts[None]).all(2)
     prefetch_bytes = float(problem.task.switch.ahead_bytes)
     switch_s = switch_seconds(problem.cost, candidates, prefetch_bytes)
@@ -393,7 +407,8 @@ class Rival:
 
 
 def find_rivals(table: CandidateTable, best_s: float, limit: int) -> tuple[Rival, ...]:
-    """Single layouts that fit shorter documents, would be faster than `best_s`, and lack least memory for the longest."""
+    """Single layouts that fit shorter documents, would be faster than `best_s`, and lack least
+    memory for the longest."""
     problem = table.problem
     longest = float(problem.tally.edges[-1])
     too_large = np.isinf(table.seconds[:, -1]) & np.isfinite(table.seconds[:, 0])
