@@ -21,7 +21,7 @@ from longshift import cli
 from longshift.config import Config, StageConfig
 from longshift.config_parts import DocumentFormat
 from longshift.errors import LongshiftError
-from longshift.layout import layout
+from longshift.layout import axes, layout
 from longshift.layout.auto_layout import DEGREES, AutoLayout
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, format_size
@@ -197,8 +197,9 @@ def layout_words() -> str:
 
 
 def word_meanings() -> Mapping[str, str]:
-    """Layout words, as examples, with the meanings that the docstring of `layout.layout` lists."""
-    found: dict[str, str] = {}
+    """Layout words, as examples, with the meanings that the table of axes and the docstring of `layout.layout` have."""
+    data_parallel_first = sorted(axes.AXES, key=lambda axis: axis.shares != "packs")
+    found = {f"{axis.word}2": axis.meaning for axis in data_parallel_first}
     word = ""
     for line in (layout.__doc__ or "").splitlines():
         if match := re.match(r"    (\S+) {2,}(.+)", line):

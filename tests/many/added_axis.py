@@ -21,7 +21,14 @@ from longshift.model.decoder import MicroBatch
 from longshift.parallel.seams import LayoutOps
 from longshift.step import compose
 
-CONTEXT = Axis("context", "cp", "tokens", "contiguous", "context: all-gather of queries, keys and values")
+CONTEXT = Axis(
+    name="context",
+    word="cp",
+    shares="tokens",
+    meaning="context parallelism: tokens of a sequence over two ranks, which gather those of all",
+    deal="contiguous",
+    traffic="context: all-gather of queries, keys and values",
+)
 
 
 class ContextSeams(LayoutOps):

@@ -20,6 +20,7 @@ class Axis:
     name      of its degree in a `Layout`
     word      in the text of a layout
     shares    what each rank has a part of
+    meaning   of the word with 2 ranks, for people (`docs/reference/layout.md`)
     deal      how the tokens of a pack are dealt: "two-ended", a piece from each end of every
               document, so that causal attention is balanced; "contiguous", neighboring tokens of
               those; None: every rank has them all
@@ -30,6 +31,7 @@ class Axis:
     name: str
     word: str
     shares: Literal["weights", "tokens", "packs", "blocks"]
+    meaning: str
     deal: Literal["two-ended", "contiguous"] | None = None
     traffic: str = ""
     overlaps: bool = False
@@ -37,18 +39,47 @@ class Axis:
 
 # Fastest over ranks first: the ranks of axes that move most bytes are neighbors.
 AXES: tuple[Axis, ...] = (
-    Axis("tp", "tp", "weights", "contiguous", "tensor: all-gather and reduce-scatter of tokens"),
-    Axis("ulysses", "u", "tokens", "contiguous", "Ulysses: all-to-all of tokens and heads"),
     Axis(
-        "ring",
-        "ring",
-        "tokens",
-        "two-ended",
-        "ring: keys and values, and their gradients",
+        name="tp",
+        word="tp",
+        shares="weights",
+        meaning="tensor parallelism: every matrix over two ranks, with the tokens between matrices"
+        " sharded too (Megatron sequence parallelism)",
+        deal="contiguous",
+        traffic="tensor: all-gather and reduce-scatter of tokens",
+    ),
+    Axis(
+        name="ulysses",
+        word="u",
+        shares="tokens",
+        meaning="Ulysses sequence parallelism: tokens of a sequence over two ranks, which trade"
+        " them for heads in attention",
+        deal="contiguous",
+        traffic="Ulysses: all-to-all of tokens and heads",
+    ),
+    Axis(
+        name="ring",
+        word="ring",
+        shares="tokens",
+        meaning="context parallelism (ring attention): tokens of a sequence over two ranks, keys"
+        " and values go round; causal work is balanced",
+        deal="two-ended",
+        traffic="ring: keys and values, and their gradients",
         overlaps=True,
     ),
-    Axis("dp", "dp", "packs"),
-    Axis("pp", "pp", "blocks"),
+    Axis(
+        name="dp",
+        word="dp",
+        shares="packs",
+        meaning="data parallelism: two replicas, which share the step's packs; shares may be"
+        " uneven",
+    ),
+    Axis(
+        name="pp",
+        word="pp",
+        shares="blocks",
+        meaning="pipeline parallelism: two stages of nearly equal numbers of layers, in 1F1B order",
+    ),
 )
 
 

@@ -1,18 +1,9 @@
 """Layout: one way to compute, as one line of text; and where each rank stands in it.
 
 Words are joined by dots, in any order: `dp2.tp2`, `pp2.dp2.tp2.z3`, `u4.chunk64K.host`. The product
-of the degrees is the number of ranks. `docs/reference/layout.md` is made from this list:
+of the degrees is the number of ranks. `layout.axes` has the word of each axis, such as dp, and this
+list has the others; `docs/reference/layout.md` is made from both:
 
-    dp2                  data parallelism: two replicas, which share the step's packs; shares
-                         may be uneven
-    tp2                  tensor parallelism: every matrix over two ranks, with the tokens between
-                         matrices sharded too (Megatron sequence parallelism)
-    u2                   Ulysses sequence parallelism: tokens of a sequence over two ranks, which
-                         trade them for heads in attention
-    ring2                context parallelism (ring attention): tokens of a sequence over two ranks,
-                         keys and values go round; causal work is balanced
-    pp2                  pipeline parallelism: two stages of nearly equal numbers of layers,
-                         in 1F1B order
     pp2:3-2              the same with the layers of each stage given
     v2                   interleaved 1F1B with two model chunks a rank, beside pp
     1f1b                 the default order of a pipeline: one forward, one backward
