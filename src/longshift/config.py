@@ -233,7 +233,7 @@ class TrainConfig(Section):
             and "steps" not in values
         ):
             try:
-                return values | {"steps": sum(parse_size(stage["steps"]) for stage in stages)}  # pyright: ignore[reportArgumentType, reportCallIssue]
+                return values | {"steps": sum(parse_size(stage["steps"]) for stage in stages)}  # pyright: ignore
             except (KeyError, TypeError, ValueError):  # a stage's own fault is told
                 return values
         return values

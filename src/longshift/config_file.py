@@ -139,7 +139,7 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
     for key in keys[:-1]:
         if isinstance(values, dict) and key in SHORT and isinstance(values.get(key), str):
             values[key] = {SHORT[key]: values[key]}
-        values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore[reportAssignmentType]
+        values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore
     if not isinstance(values, dict):
         return False
     values[keys[-1]] = value

@@ -27,7 +27,7 @@ def cluster(text: str, fabric: str | None = None) -> Cluster:
 
 
 def _shaped(text: str) -> Cluster:
-    counts, name = re.fullmatch(r"((?:\d+x)*)(.*)", text, re.IGNORECASE | re.DOTALL).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    counts, name = re.fullmatch(r"((?:\d+x)*)(.*)", text, re.IGNORECASE | re.DOTALL).groups()  # pyright: ignore
     if name.lower() not in presets() and (
         Path(text).is_file() or not re.fullmatch(r"[\w-]*", name)
     ):

@@ -23,7 +23,11 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-LOCALLY = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
+LOCALLY = {
+    dist.ReduceOp.SUM: torch.sum,
+    dist.ReduceOp.MAX: torch.amax,
+    dist.ReduceOp.MIN: torch.amin,
+}
 
 
 @dataclass
@@ -126,7 +130,9 @@ class Group:
             return Pending((), (x,))
         return Pending([self._native_all_reduce(x, later=True)], (x,))
 
-    def exchange(self, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Pending, list[Tensor]]:
+    def exchange(
+        self, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Pending, list[Tensor]]:
         """Send `sends[i]` to the i-th rank and receive a tensor of `shapes[i]` from it; all of one
         dtype, empty ones included. Returns what has arrived after `wait`. Both sides of a pair must
         agree on the size."""
@@ -166,7 +172,9 @@ class Group:
     def _native_reduce_scatter(self, out: Tensor, x: Tensor) -> dist.Work | None:
         return _reduce_scatter(out, x, group=self.handle, async_op=True)
 
-    def _native_all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False) -> dist.Work | None:
+    def _native_all_reduce(
+        self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False
+    ) -> dist.Work | None:
         return dist.all_reduce(x, op, group=self.handle, async_op=later)
 
     def _swap(self, out: Tensor, x: Tensor) -> Pending:
@@ -201,7 +209,7 @@ class GatherTokens(torch.autograd.Function):
     """[T/P, ...] on each rank -> [T, ...] on all; backward sums over the ranks and scatters."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:  # pyright: ignore
         ctx.group = group
         return gather_tokens(x, group)
 
@@ -214,7 +222,7 @@ class ScatterTokens(torch.autograd.Function):
     """Partial sums [T, ...] on each rank -> their sum's [T/P, ...] share; backward gathers."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:  # pyright: ignore
         ctx.group = group
         return scatter_tokens(x, group)
 

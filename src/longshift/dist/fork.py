@@ -20,14 +20,23 @@ import traceback
 from contextlib import suppress
 
 import torch
+
 # torch.optim imports it at first use: 1.5 s in every rank that does not inherit it.
 import torch._dynamo
 import torch.distributed as dist
 
 from longshift import errors
 from longshift.dist.parent import end_with_parent
-from longshift.dist.world import TIMEOUT, World, check_gpus, gpu_of, keep_freed_memory, stay_on_loopback, use_gpu
-from longshift.errors import LongshiftError, PeerError, UsageError
+from longshift.dist.world import (
+    TIMEOUT,
+    World,
+    check_gpus,
+    gpu_of,
+    keep_freed_memory,
+    stay_on_loopback,
+    use_gpu,
+)
+from longshift.errors import LongshiftError, PeerError
 
 # After one rank's error, how long to wait for the others', among which may be the cause.
 GRACE_S = 2.0
@@ -60,7 +69,9 @@ class ForkedWorld:
         buffers = {read: b"" for _, read in self._pipes}
         until = time.monotonic() + deadline_s
         while len(answers) < self.size:
-            waiting = {read: rank for rank, (_, read) in enumerate(self._pipes) if rank not in answers}
+            waiting = {
+                read: rank for rank, (_, read) in enumerate(self._pipes) if rank not in answers
+            }
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, until - time.monotonic()))
             if not ready:
                 break
@@ -164,7 +175,9 @@ class SpawnedWorld(ForkedWorld):
         return child.pid
 
 
-def serve_spawned(rank: int, size: int, device: str, listener: int, calls: int, answers: int) -> None:
+def serve_spawned(
+    rank: int, size: int, device: str, listener: int, calls: int, answers: int
+) -> None:
     """Life of a spawned rank; handles are those that it was given."""
     _serve(SpawnedWorld(size, device), rank, socket.socket(fileno=listener), calls, answers)
 

@@ -36,7 +36,9 @@ class HeldBytes(TorchDispatchMode):
         self._gone: deque[_Held] = deque()  # not yet taken off
         self._unseen = (  # what never reaches a dispatcher
             patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy)),
-            patch.object(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)),
+            patch.object(
+                torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)
+            ),
         )
 
     def __enter__(self) -> "HeldBytes":
@@ -50,7 +52,9 @@ class HeldBytes(TorchDispatchMode):
         for unseen in self._unseen:
             unseen.stop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         input_storages = {x.untyped_storage()._cdata for x in inputs}
@@ -99,7 +103,9 @@ class HeldBytes(TorchDispatchMode):
         if held is None or held.storage() is not storage:  # an address is used again
             if not new:
                 return
-            held = self._held[storage._cdata] = _Held(storage._cdata, weakref.ref(storage), tensor.device.type)
+            held = self._held[storage._cdata] = _Held(
+                storage._cdata, weakref.ref(storage), tensor.device.type
+            )
             weakref.finalize(storage, self._gone.append, held)
         self._size(held, storage)
 
@@ -172,7 +178,7 @@ class _PromptWork:
         if self.work is not None:
             self.work.wait()
             self.work = None
-            while any(x._use_count() > count for x, count in zip(self.tensors, self.counts)):  # pyright: ignore[reportAttributeAccessIssue]
+            while any(x._use_count() > count for x, count in zip(self.tensors, self.counts)):  # pyright: ignore
                 time.sleep(0)
             time.sleep(1e-4)  # what ends with the work itself has no count
             self.tensors = ()
@@ -183,7 +189,7 @@ class _PromptWork:
 
 def _prompt(native: Callable[..., Any]) -> Callable[..., Any]:
     def all_to_all_single(out: Tensor, x: Tensor, *sizes: Any, **options: Any) -> Any:
-        counts = tuple(t._use_count() for t in (out, x))  # pyright: ignore[reportAttributeAccessIssue]
+        counts = tuple(t._use_count() for t in (out, x))  # pyright: ignore
         work = native(out, x, *sizes, **options)
         return _PromptWork(work, (out, x), counts) if options.get("async_op") else work
 

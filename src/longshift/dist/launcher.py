@@ -17,7 +17,10 @@ def place() -> tuple[int, int | None]:
     if rank is None or world is None:
         return 0, None
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise UsageError(f"RANK is {rank!r} and WORLD_SIZE {world!r} in the environment: a rank is a number below the number of ranks")
+        raise UsageError(
+            f"RANK is {rank!r} and WORLD_SIZE {world!r} in the environment: a rank is a number"
+            " below the number of ranks"
+        )
     return int(rank), int(world)
 
 
@@ -34,8 +37,9 @@ def own_rank() -> int:
 def describe_place() -> str:
     """Which variables say how many ranks there are."""
     return (
-        f"The environment says so: RANK is {os.environ['RANK']} and WORLD_SIZE {os.environ['WORLD_SIZE']}, as a launcher sets them, and a "
-        "job of one pod too. To start all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
+        f"The environment says so: RANK is {os.environ['RANK']} and WORLD_SIZE"
+        f" {os.environ['WORLD_SIZE']}, as a launcher sets them, and a job of one pod too. To start"
+        " all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
     )
 
 
@@ -44,5 +48,7 @@ def ranks_per_node(ranks: int) -> int:
     no number of ranks."""
     text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"LOCAL_WORLD_SIZE is {text!r}: it is the number of ranks on each machine, at least 1")
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE is {text!r}: it is the number of ranks on each machine, at least 1"
+        )
     return int(text)

@@ -11,7 +11,13 @@ from longshift.errors import UsageError
 
 FILES = 48  # that a rank has open by itself
 FILES_A_RANK = 12  # and with each other rank; four ranks had 70 each under a switched layout
-_REFUSED = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment", "can't start new thread")
+_REFUSED = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "failed to map segment",
+    "can't start new thread",
+)
 
 
 def lacks_memory(fault: BaseException) -> bool:
@@ -45,14 +51,17 @@ def allow_files(ranks: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
         raise UsageError(
-            f"{ranks} ranks have up to {need} files and sockets open each, and {hard} are allowed here: write ulimit -n {need} in a new "
-            f"shell; where that is refused, whoever runs the machine can raise ulimit -Hn"
+            f"{ranks} ranks have up to {need} files and sockets open each, and {hard} are allowed"
+            f" here: write ulimit -n {need} in a new shell; where that is refused, whoever runs the"
+            " machine can raise ulimit -Hn"
         )
     if soft != resource.RLIM_INFINITY and soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
-def host_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+def host_memory(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
     """Bytes of this machine's memory, and how many of them are free.
 
     Both are no more than the process's control groups allow, of either version.

@@ -54,19 +54,36 @@ class RankActor:
         """Start `longshift` with these words in a folder; its process. Raises UsageError where this
         machine has no such folder."""
         if not os.path.isdir(folder):
-            raise UsageError(f"{socket.gethostname()} has no folder {folder}: all machines of a run need a file system that they share")
+            raise UsageError(
+                f"{socket.gethostname()} has no folder {folder}: all machines of a run need a file"
+                " system that they share"
+            )
         self._rank = None
         outputs = [os.pipe() for _ in range(2)]
         try:
             command = [sys.executable, "-m", "longshift.cli", *words]
             # Ray gives actors without processors one thread, which ranks would inherit.
             threads = max(1, core_count() // int(environment.get("LOCAL_WORLD_SIZE", 1)))
-            place = {"OMP_NUM_THREADS": str(threads), **environment, "LONGSHIFT_PARENT": str(os.getpid())}
-            self._rank = Started(command, [place], held=True, folder=folder, stdout=outputs[0][1], stderr=outputs[1][1])
+            place = {
+                "OMP_NUM_THREADS": str(threads),
+                **environment,
+                "LONGSHIFT_PARENT": str(os.getpid()),
+            }
+            self._rank = Started(
+                command,
+                [place],
+                held=True,
+                folder=folder,
+                stdout=outputs[0][1],
+                stderr=outputs[1][1],
+            )
         finally:
             for _, write_end in outputs:
                 os.close(write_end)
-            self._readers = [Thread(target=self._read, args=(outputs[i][0], i == 1), daemon=True) for i in range(2)]
+            self._readers = [
+                Thread(target=self._read, args=(outputs[i][0], i == 1), daemon=True)
+                for i in range(2)
+            ]
             for reader in self._readers:
                 reader.start()
         return self._rank.pids[0]

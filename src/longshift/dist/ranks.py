@@ -1,6 +1,7 @@
 """Processes of the ranks of one machine: how they start, and how they end together.
 
-    Started   a process of its own for each rank, from a command: with GPUs, as CUDA does not survive a fork
+    Started   a process of its own for each rank, from a command: with GPUs, as CUDA does not
+              survive a fork
     Seed      a process that imports what ranks need, once, and is forked for each of them
 
 [Note: a seed] Importing torch takes two seconds of a core in each process. The seed is forked
@@ -80,21 +81,36 @@ class Started(Ranks):
         with _blocked([signal.SIGINT] if held else []):
             self._children = [
                 subprocess.Popen(
-                    command, env={**os.environ, **environment}, start_new_session=True, cwd=folder, stdout=stdout, stderr=stderr
+                    command,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                    cwd=folder,
+                    stdout=stdout,
+                    stderr=stderr,
                 )
                 for environment in environments
             ]
         super().__init__({rank: child.pid for rank, child in enumerate(self._children)})
 
     def codes(self) -> dict[int, int]:
-        return {rank: child.returncode for rank, child in enumerate(self._children) if child.returncode is not None}
+        return {
+            rank: child.returncode
+            for rank, child in enumerate(self._children)
+            if child.returncode is not None
+        }
 
     def wait(self, within_s: float) -> None:
         until = time.monotonic() + within_s
-        while not any([child.returncode is None and child.poll() is not None for child in self._children]):
+        while not self._poll():
             if (left_s := until - time.monotonic()) <= 0:
                 break
             time.sleep(min(left_s, 0.05))
+
+    def _poll(self) -> bool:
+        """Ask for the exit codes of all that run. Whether any has ended since the last time."""
+        running = [child for child in self._children if child.returncode is None]
+        codes = [child.poll() for child in running]
+        return any(code is not None for code in codes)
 
 
 class Seed:
@@ -125,10 +141,16 @@ class Seed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], held: bool) -> Ranks:
+    def start(
+        self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], held: bool
+    ) -> Ranks:
         """A process for each rank, of which `Started` says what it finds. A seed starts ranks
         once."""
-        order = {"arguments": list(arguments), "environments": [dict(environment) for environment in environments], "held": held}
+        order = {
+            "arguments": list(arguments),
+            "environments": [dict(environment) for environment in environments],
+            "held": held,
+        }
         with suppress(BrokenPipeError):  # it has ended: so have its ranks
             os.write(self._orders, json.dumps(order).encode() + b"\n")
         return _Forked(self._events, len(environments))
@@ -169,7 +191,7 @@ class _Forked(Ranks):
         """Take in what the seed tells."""
         data = os.read(self._pipe, 1 << 16)
         if not data:
-            self._codes = {rank: -signal.SIGKILL for rank in range(self._size)} | self._codes
+            self._codes = dict.fromkeys(range(self._size), -int(signal.SIGKILL)) | self._codes
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = json.loads(line)
@@ -179,7 +201,13 @@ class _Forked(Ranks):
                 self._codes[event["rank"]] = event["code"]
 
 
-def _grow(launcher: int, orders: int, events: int, load: Callable[[], object], work: Callable[[Sequence[str]], object]) -> NoReturn:
+def _grow(
+    launcher: int,
+    orders: int,
+    events: int,
+    load: Callable[[], object],
+    work: Callable[[Sequence[str]], object],
+) -> NoReturn:
     """Life of a seed: in a session of its own, where no terminal reaches it."""
     try:
         os.setsid()
@@ -209,7 +237,11 @@ def _grow(launcher: int, orders: int, events: int, load: Callable[[], object], w
 
 
 def _fork(
-    events: int, arguments: Sequence[str], environment: Mapping[str, str], held: bool, work: Callable[[Sequence[str]], object]
+    events: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    held: bool,
+    work: Callable[[Sequence[str]], object],
 ) -> int:
     """Fork a rank; its process id."""
     seed = os.getpid()
@@ -241,7 +273,9 @@ def _tell(events: int, **event: int) -> None:
 def _as_at_first(blocked: Sequence[signal.Signals] = ()) -> None:
     """What a process of its own would do at a signal."""
     for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 

@@ -49,13 +49,18 @@ def launchers_store(timeout: timedelta) -> SealedStore | None:
     host, _, port = os.environ.get("LONGSHIFT_STORE", "").rpartition(":")
     if not host:
         return None
-    return SealedStore(dist.TCPStore(host, int(port), is_master=False, timeout=timeout), os.environ["LONGSHIFT_SECRET"])
+    return SealedStore(
+        dist.TCPStore(host, int(port), is_master=False, timeout=timeout),
+        os.environ["LONGSHIFT_SECRET"],
+    )
 
 
 def stay_on_loopback() -> None:
     """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback
     interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
+        "lo" if sys.platform == "linux" else "lo0"
+    )
 
 
 def keep_freed_memory() -> None:
@@ -71,7 +76,9 @@ def allocator() -> dict[str, str]:
     """What the environment is to hold before CUDA starts: segments of its allocator grow in place,
     so that steps of other lengths fit into what is free together. Nothing where a person has set
     the allocator."""
-    return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
+    if any(name in os.environ for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def be_deterministic() -> None:
@@ -79,7 +86,7 @@ def be_deterministic() -> None:
     Before the first use of a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
 def ranks_per_gpu() -> int:
@@ -87,7 +94,9 @@ def ranks_per_gpu() -> int:
     does not say it in a number."""
     text = os.environ.get(RANKS_PER_GPU, "1")
     if not text.isdecimal() or int(text) == 0:
-        raise UsageError(f"{RANKS_PER_GPU} is {text!r}, and how many ranks a GPU may have is a number, from 1 on")
+        raise UsageError(
+            f"{RANKS_PER_GPU} is {text!r}, and how many ranks a GPU may have is a number, from 1 on"
+        )
     return int(text)
 
 
@@ -97,7 +106,9 @@ def gpu_of(local: int, rank: int) -> torch.device:
     count = torch.cuda.device_count()
     index = local // ranks_per_gpu()
     if index >= count > 1:
-        raise UsageError(f"rank {rank} is number {local} (from 0) on its machine, which shows it {count} GPUs")
+        raise UsageError(
+            f"rank {rank} is number {local} (from 0) on its machine, which shows it {count} GPUs"
+        )
     return torch.device("cuda", min(index, count - 1))
 
 
@@ -126,8 +137,8 @@ def check_gpus(ranks: int) -> None:
     count = torch.cuda.device_count()
     if 0 < count * ranks_per_gpu() < ranks:
         raise UsageError(
-            f"{ranks} ranks need a GPU each, and this machine has {count}: name a layout of fewer ranks, or set CUDA_VISIBLE_DEVICES= to "
-            "compute on the CPU"
+            f"{ranks} ranks need a GPU each, and this machine has {count}: name a layout of fewer"
+            " ranks, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
 
 
@@ -136,7 +147,14 @@ class World:
     on each machine; `timeout`: after which a collective of those groups fails. `cores`: how many
     this process might use when it joined."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None, timeout: timedelta = TIMEOUT):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        per_node: int | None = None,
+        timeout: timedelta = TIMEOUT,
+    ):
         self.rank = rank
         self.size = size
         self.device = device
@@ -186,7 +204,9 @@ class World:
     @classmethod
     def alone(cls) -> "World":
         """One process, no peers."""
-        return cls(0, 1, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+        return cls(
+            0, 1, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        )
 
     def prepare(self, groups: Iterable[tuple[int, ...]], purpose: str = "") -> None:
         """Make process groups for these sets of ranks. Every rank of the world calls it with the
@@ -194,8 +214,10 @@ class World:
         before. `purpose` keeps traffic apart that may cross (the two directions of a pipeline)."""
         for ranks in groups:
             if len(ranks) > 1 and (ranks, purpose) not in self._groups:
-                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)  # pyright: ignore[reportAssignmentType]
-                self._groups[ranks, purpose] = Group(ranks, self.rank, handle) if self.rank in ranks else None
+                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)  # pyright: ignore
+                self._groups[ranks, purpose] = (
+                    Group(ranks, self.rank, handle) if self.rank in ranks else None
+                )
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
         """The group of these ranks, made before by `prepare`; a group of one needs no making."""

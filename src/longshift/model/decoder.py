@@ -126,8 +126,8 @@ class Ops:
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
         """Sum of the losses of the target tokens."""
         if self.token_loss is not None:
-            return TokenLossSum.apply(logits_TV, labels_T, self.token_loss, alone, alone)  # pyright: ignore[reportReturnType]
-        return CrossEntropySum.apply(logits_TV, labels_T, 0, alone, alone, by)  # pyright: ignore[reportReturnType]
+            return TokenLossSum.apply(logits_TV, labels_T, self.token_loss, alone, alone)  # pyright: ignore
+        return CrossEntropySum.apply(logits_TV, labels_T, 0, alone, alone, by)  # pyright: ignore
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
@@ -170,7 +170,7 @@ class Unit(nn.Module):
         # 1. A gradient that goes into its sum as it is formed.
         if add := self.adds.get(role):
             add_to_stored: Add = (lambda dy, x: add(x, dy)) if self.input_major else add
-            return Linear.apply(x, weight.detach(), b, add_to_stored, self.float8)  # pyright: ignore[reportReturnType]
+            return Linear.apply(x, weight.detach(), b, add_to_stored, self.float8)  # pyright: ignore
 
         # 2. A weight with an adapter.
         if (lora_a := getattr(self, role + "_lora_a", None)) is not None:
@@ -192,7 +192,7 @@ class Unit(nn.Module):
                 getattr(self, role + "_bias"),
                 self.spec.norm_eps,
             )
-        return RmsNorm.apply(x, self.norm_weight(role), self.spec.norm_eps, self.by)  # pyright: ignore[reportReturnType]
+        return RmsNorm.apply(x, self.norm_weight(role), self.spec.norm_eps, self.by)  # pyright: ignore
 
     def norm_weight(self, role: str) -> Tensor:
         """What an RMS norm multiplies with: where it is stored less one,
@@ -330,13 +330,13 @@ class Block(Unit):
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
         """x [T, N H] normalized over all heads together, some of which other ranks hold."""
         width = heads * self.spec.head_width
-        return SlicedRmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore[reportReturnType]
+        return SlicedRmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore
 
     def activation(self, x: Tensor) -> Tensor:
         return activate(x, self.spec.activation)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return Gated.apply(gate, up, self.spec.activation, self.by)  # pyright: ignore[reportReturnType]
+        return Gated.apply(gate, up, self.spec.activation, self.by)  # pyright: ignore
 
 
 class Head(Unit):
@@ -346,7 +346,7 @@ class Head(Unit):
         """Logits [T, V_i] of this rank's slice of the vocabulary."""
         h_TD = ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor))
         logits = self.linear(h_TD, "embed" if self.spec.tied else "head")
-        return SoftCap.apply(logits, self.spec.logit_cap) if self.spec.logit_cap else logits  # pyright: ignore[reportReturnType]
+        return SoftCap.apply(logits, self.spec.logit_cap) if self.spec.logit_cap else logits  # pyright: ignore
 
     def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
         return self.loss(x_TD, micro.labels_T, ops)

@@ -42,7 +42,7 @@ class RmsNorm(torch.autograd.Function):
     sums in at least float32."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, by: "Elementwise") -> Tensor:  # pyright: ignore
         y, rstd = by.normed(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.by = by
@@ -209,7 +209,7 @@ class SoftCap(torch.autograd.Function):
     """apply(x, cap) -> cap * tanh(x / cap), in place: saves its output alone."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cap: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, cap: float) -> Tensor:  # pyright: ignore
         ctx.mark_dirty(x)
         ctx.cap = cap
         x.div_(cap).tanh_().mul_(cap)
@@ -226,7 +226,7 @@ class Gated(torch.autograd.Function):
     """apply(gate, up, activation, arithmetic) -> activation(gate) * up."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, activation: str, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, gate: Tensor, up: Tensor, activation: str, by: "Elementwise") -> Tensor:  # pyright: ignore
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         ctx.by = by
@@ -261,7 +261,7 @@ class Rotate(torch.autograd.Function):
     convention of the Hugging Face checkpoints. The first R channels of a head turn."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, by: "Elementwise") -> Tensor:  # pyright: ignore
         ctx.save_for_backward(cos, sin)
         ctx.by = by
         return by.turned(x, cos, sin, 1)

@@ -85,7 +85,7 @@ def loss(
     def all_max(x: Tensor) -> Tensor:
         return group.all_reduce(x, dist.ReduceOp.MAX)
 
-    return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce, by)  # pyright: ignore[reportReturnType]
+    return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce, by)  # pyright: ignore
 
 
 def token_loss_sum(
@@ -101,7 +101,7 @@ def token_loss_sum(
     def own(grad_TV: Tensor) -> Tensor:
         return grad_TV[:, first:stop].contiguous()  # a view would keep all columns
 
-    return TokenLossSum.apply(logits, labels_T, function, whole, own)  # pyright: ignore[reportReturnType]
+    return TokenLossSum.apply(logits, labels_T, function, whole, own)  # pyright: ignore
 
 
 def gather_columns(x: Tensor, total: int, group: Group) -> Tensor:

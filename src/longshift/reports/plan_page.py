@@ -44,7 +44,7 @@ def in_words(layout: Layout) -> str:
     """What the words of a layout mean."""
     meanings = []
     for word in str(layout).split("."):
-        name, number, _ = re.fullmatch(r"([a-z-]+)(\d+\w*)?(.*)", word).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        name, number, _ = re.fullmatch(r"([a-z-]+)(\d+\w*)?(.*)", word).groups()  # pyright: ignore
         meanings.append(WORDS.get(name, word).format(number))
     return ", ".join(meanings)
 

@@ -145,4 +145,4 @@ def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list
             actions[lane] += [End(wait) for wait in waits_of_event[number]]
             actions[lane] += [Begin(number, lane, seconds(event), ()), End(number)]
     pieces = play(list(actions.values()))
-    return sorted(pieces, key=lambda piece: piece.key)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return sorted(pieces, key=lambda piece: piece.key)  # pyright: ignore

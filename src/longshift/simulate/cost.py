@@ -333,7 +333,7 @@ class Cost:
         parts: dict[UnitKind, Part] = {"embeddings": "embed", "head": "block"}
         unit_part = parts.get(kind, part)
         is_selective = kind == "block" and recompute == RECOMPUTE.index("selective")
-        recorded = self._recorded(mesh, kind, unit_part, phase, is_selective)  # pyright: ignore[reportArgumentType]
+        recorded = self._recorded(mesh, kind, unit_part, phase, is_selective)  # pyright: ignore
         if kind == "head":
             tokens = np.asarray(tokens) / loss_blocks
         index = mesh.distinct[1]

@@ -414,7 +414,7 @@ class Home:
         Infinite where a float32 gradient is above 1e19."""
         self.settled()
         summed = [s for s in self.shards if s.owned and s.grad is not None]
-        norms = [norm for s in summed for norm in (s.norms if s.on_disk else _norms(s.grad))]  # pyright: ignore[reportArgumentType]
+        norms = [norm for s in summed for norm in (s.norms if s.on_disk else _norms(s.grad))]  # pyright: ignore
         device = self.shards[0].master.device
         return (
             torch.cat([norm.to(device) for norm in norms] or [torch.zeros(1, device=device)])

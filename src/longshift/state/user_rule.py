@@ -52,7 +52,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._rule = rule
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:

@@ -78,7 +78,7 @@ class ChunkedPacks(Runner):
         other."""
         player = ChunkPlayer(self, op.unit, op.micro)
         with torch.no_grad():  # what has gradients says so
-            player.run(self.lists(self.loaded[op.micro], op.unit).by_turn[op.turn])  # pyright: ignore[reportArgumentType]
+            player.run(self.lists(self.loaded[op.micro], op.unit).by_turn[op.turn])  # pyright: ignore
 
     def arrive(self, op: Op) -> None:
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its

@@ -543,7 +543,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore
 
 
 def _slices(memory: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

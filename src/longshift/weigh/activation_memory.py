@@ -217,9 +217,9 @@ class WholePackMemory(WholePacks, ActivationMemory):
 
     def __init__(self, memory: RankMemory, view: RankLayout, weights: WeightMemory):
         super().__init__(memory, view, weights, tier=tier_memory(memory, view.layout))
-        self.loaded: dict[int, LoadedPack] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.loaded: dict[int, LoadedPack] = {}  # pyright: ignore
 
-    def load(self, micro: int, pack: Sequence[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load(self, micro: int, pack: Sequence[int]) -> None:  # pyright: ignore
         order = pack_order(self.layout, pack)
         profile = load_turn(self.rank, order) if self.memory.with_peaks else NO_PROFILE
         self.record_profile(profile)
@@ -241,7 +241,7 @@ class WholePackMemory(WholePacks, ActivationMemory):
         key = op.part, phase, block
         if key not in pack.turns:
             order = pack.orders[0]
-            pack.turns[key] = unit_turn(self.rank, order, op.part, phase, block)  # pyright: ignore[reportArgumentType]
+            pack.turns[key] = unit_turn(self.rank, order, op.part, phase, block)  # pyright: ignore
         self.record_profile(pack.turns[key])
         return pack.turns[key]
 
@@ -301,14 +301,14 @@ class ChunkedPackMemory(ChunkedPacks, ActivationMemory):
             ahead=memory.ahead,
             accumulate=self._accumulate,
         )
-        self.loaded: dict[int, LoadedPack] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.loaded: dict[int, LoadedPack] = {}  # pyright: ignore
         self.profiles: dict[tuple, dict[Event, TurnProfile]] = {}
 
     def _accumulate(self, unit: int) -> None:
         for moving in self.view.learning(unit):
             self.copies.accumulate(moving)
 
-    def load(self, micro: int, pack: Sequence[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load(self, micro: int, pack: Sequence[int]) -> None:  # pyright: ignore
         lengths = list(pack) or [1]  # a replica without a pack computes one token
         pack_chunks = tuple(tuple(runs) for runs in chunks.cut_chunks(lengths, self.layout.chunk))
         orders = chunks.chunk_orders(pack_chunks, self.layout)
