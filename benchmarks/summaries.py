@@ -127,10 +127,43 @@ def long_documents() -> str:
     )
 
 
+def training_state() -> str:
+    """Steps with the training state off the device, beside those with it there and beside DeepSpeed."""
+    rows = {(row["home"], row["tokens"]): row["step_s"] for row in result("state_tiers")["rows"] if row["part"] == "speed"}
+    lengths = sorted({tokens for _, tokens in rows})
+    peer = result("static_offload")["summary"]["ratio_to_best_peer"]["dp2.z2,host"]
+    disk = {tokens: f"{rows['disk', tokens] / rows['device', tokens]:.2f} times as long" for tokens in lengths}
+    return bullets(
+        (
+            f"With `home: host` Longshift is {peer['float32']:.2f} times as fast as DeepSpeed's ZeRO-Offload in float32, and "
+            f"{peer['bf16']:.2f} times in bf16.",
+            f"With the state on a disk of 200 MB/s, a step of {lengths[0]:,} tokens takes {disk[lengths[0]]} as with it on the device.",
+            f"A step of {lengths[-1]:,} tokens has more computing to hide the disk under, and takes {disk[lengths[-1]]}.",
+        )
+    )
+
+
+def plans() -> str:
+    """What plans win over single layouts on CPU ranks, and how far published steps are off."""
+    found = {case: result(f"plan_choice_{case}")["summary"]["auto_over_best_static_by_corpus"].values() for case in ("2x2", "2x4")}
+    four, eight = (f"{min(gains):.2f} to {max(gains):.2f}" for gains in found.values())
+    worst = min(result(f"plan_choice_{case}")["summary"]["auto_over_best_static"] for case in found)
+    return bullets(
+        (
+            f"At the best budget of each corpus, a plan is {four} times as fast as the best single layout on four CPU ranks, and "
+            f"{eight} times on eight.",
+            f"At the worst budget, it is {worst:.2f} times as fast.",
+            f"Predictions of published steps are off by {result('published')['mean_raw']:.1%} on average.",
+        )
+    )
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "headline": headline,
     "conclusions": conclusions,
     "planning-summary": planning,
+    "plans-summary": plans,
+    "training-state-summary": training_state,
     "one-gpu-summary": one_gpu,
     "hot-switching-summary": hot_switching,
     "long-documents-summary": long_documents,

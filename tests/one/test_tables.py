@@ -1,4 +1,4 @@
-"""The tables of README.md and docs are those of the results that are kept."""
+"""The tables and charts of README.md and docs are those of the results that are kept."""
 
 import json
 import re
@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
+import charts  # noqa: E402
 import tables  # noqa: E402
 
 
@@ -35,6 +36,14 @@ def test_a_number_that_was_changed_by_hand_is_noticed(tmp_path: Path, monkeypatc
 def test_every_table_is_on_one_page():
     shown = [name for page in tables.PAGES for _, name, _ in tables.BLOCK.findall(page.read_text())]
     assert sorted(shown) == sorted(tables.TABLES)
+
+
+def test_charts_are_drawn_from_the_results_and_each_is_on_one_page():
+    assert {path.stem: path.read_text() for path in charts.ASSETS.glob("*.svg")} == {
+        name: charts.svg(chart()) for name, chart in charts.CHARTS.items()
+    }
+    shown = [name for page in tables.PAGES for name in re.findall(r"assets/(\S+)\.svg\)", page.read_text())]
+    assert sorted(shown) == sorted(charts.CHARTS)
 
 
 @pytest.mark.parametrize("section", [None, "by length"])
