@@ -26,7 +26,7 @@ from longshift.model import kernels
 from longshift.model.chosen_kernel import probe
 from longshift.profile import bench, machine, run, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
-from longshift.profile.report import rate, show, si
+from longshift.profile.report import FAMILIES, rate, show, si
 from longshift.reports import profile_page
 
 CPU = torch.device("cpu")
@@ -296,12 +296,14 @@ def test_rates():
     assert [si(value) for value in (0.5, 999, 1234, 5.678e10)] == ["0.5 ", "999 ", "1.23 K", "56.8 G"]
 
 
-def test_two_charts_in_one_file(here, tmp_path):
+def test_charts_in_one_file(here, tmp_path):
     profile_page.write_html(here, tmp_path / "plots.html")
     page = (tmp_path / "plots.html").read_text()
-    assert "matmul bf16" in page
-    assert "copy host" in page
-    assert page.count('class="chart"') == 2
+    titles = {"Matmul", "Elementwise", "Copies", "Disk", "Attention forward, 8/2x64 heads", "Attention backward, 8/2x64 heads"}
+    assert titles <= set(re.findall("<h2>(.*?)</h2>", page))
+    drawn = [json.loads(text) for text in re.findall('class="chart">(.*?)</script>', page)]
+    assert all(len({series["name"] for series in chart["series"]}) == len(chart["series"]) for chart in drawn)
+    assert sum(len(chart["series"]) for chart in drawn) == sum(name.split()[0] in dict(FAMILIES) for name in here.curves)
 
 
 def test_the_command(here, home, tmp_path, monkeypatch, capsys):

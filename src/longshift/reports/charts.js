@@ -87,7 +87,8 @@ function draw(one) {
   const left = 12 + H * 1.25 * Math.max(0, ...yTicks.map(tick => shown(tick).length))
   const xs = all.map(([x]) => x).concat(one.limit === null ? [] : [one.limit])
   const x = scale(xs, logx, false, left, width - 12)
-  const xTicks = ticks(x.low, x.high, logx, Math.max(2, (width - left) / 80))
+  const most = byRun && state.by === 0 ? Math.max(1, x.high - x.low) : Infinity // no ticks between two steps
+  const xTicks = ticks(x.low, x.high, logx, Math.min(most, Math.max(2, (width - left) / 80)))
 
   let svg = ''
   for (const tick of yTicks) svg += `<line class="axis" x1="${left}" x2="${width}" y1="${y.at(tick)}" y2="${y.at(tick)}"/>`

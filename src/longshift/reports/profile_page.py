@@ -1,5 +1,5 @@
-"""A machine's profile as two charts: matmul and attention rates, and what copies, links and disks
-carry."""
+"""A machine's profile as charts: rates of matmul and attention, and what memory, copies, links
+and disks carry."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from longshift.profile.report import FAMILIES, rate
 from longshift.reports.page import Series, chart, grid, paragraphs, write_page
 
 RATES = ("matmul", "attention")
+TITLES = {"matmul": "Matmul", "elementwise": "Elementwise", "copy": "Copies", "disk": "Disk"}
 
 
 def write_html(cluster: Cluster, file: Path) -> None:
     """Raises UsageError where the file cannot be written."""
-    rates: list[Series] = []
-    carried: list[Series] = []
+    drawn: dict[str, list[Series]] = {}
     for name, curve in cluster.curves.items():
         family = name.split()[0]
         if family not in dict(FAMILIES):
@@ -29,27 +29,26 @@ def write_html(cluster: Cluster, file: Path) -> None:
             if list(point) == line_point:
                 x.append(point[along])
                 y.append(rate(name, point, seconds)[0])
-        series = rates if family in RATES else carried
-        series.append(Series(name, y, len(series), x=x))
-    charts = (
-        chart(
-            "Arithmetic",
-            "Matmul (largest k, n) and attention.",
-            rates,
-            "FLOP/s",
-            "rows or tokens",
-            log=True,
-            wide=True,
-        ),
-        chart(
-            "Bytes",
-            "Copies, elementwise, collectives and disk.",
-            carried,
-            "bytes/s",
-            "bytes",
-            log=True,
-            wide=True,
-        ),
-    )
+        title, label = _title_and_label(name)
+        series = drawn.setdefault(title, [])
+        series.append(Series(label, y, len(series), x=x))
+    charts = []
+    for title, series in drawn.items():
+        is_rate = title.split()[0].lower() in RATES
+        heads = "Query heads / key heads x width. " * title.startswith("Attention")
+        note = f"{heads}Other sizes are the largest." if is_rate else ""
+        y_axis, x_axis = ("FLOP/s", "rows or tokens") if is_rate else ("bytes/s", "bytes")
+        charts.append(chart(title, note, series, y_axis, x_axis, log=True))
     origin = f"{cluster.origin}, {cluster.nodes} x {cluster.devices_per_node}"
     write_page(file, f"longshift profile: {cluster.name}", [paragraphs([origin]), grid(charts)])
+
+
+def _title_and_label(name: str) -> tuple[str, str]:
+    """The chart that a curve is drawn in, and what it is called there."""
+    words = name.split()
+    if words[0] == "attention":
+        _, kernel, dtype, direction, mask, heads = words
+        return f"Attention {direction}, {heads} heads", f"{kernel} {dtype} {mask}"
+    if words[0] in TITLES:
+        return TITLES[words[0]], " ".join(words[1:])
+    return "Collectives", name

@@ -31,7 +31,8 @@ SERIES = (
 )
 SUMS = ("documents", "tokens", "seconds", "switch_exposed_s", "switch_hidden_s")
 SUMS += ("intra_node_bytes", "inter_node_bytes", "put_bytes", "fetched_bytes", "waited_s")
-ENDS = 5  # steps at either end of a run whose mean loss is told
+# Steps at either end of a run whose mean loss is told; half of the steps where they are fewer.
+ENDS = 5
 
 
 class GroupSums(CommandResult):
@@ -125,6 +126,7 @@ def read_run(path: Path) -> RunReport:
 def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> dict[str, Any]:
     env = read_json_object(folder.env)
     losses = [row.loss for row in rows if math.isfinite(row.loss)]
+    ends = min(ENDS, (len(losses) + 1) // 2)
     last = rows[-1]
     latest = folder.latest
     plan = read_plan(folder.path)
@@ -147,8 +149,8 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
         "ended": _ended(config, last, cause),
         "starts": sum(row.first for row in rows),
         "newest checkpoint": latest.read_text("utf-8").strip() if latest.is_file() else None,
-        "first losses": sum(losses[:ENDS]) / len(losses[:ENDS]) if losses else None,
-        "last losses": sum(losses[-ENDS:]) / len(losses[-ENDS:]) if losses else None,
+        "first losses": sum(losses[:ends]) / ends if losses else None,
+        "last losses": sum(losses[-ends:]) / ends if losses else None,
         "best validation": min(
             (row.valid_loss for row in rows if row.valid_loss is not None), default=None
         ),
