@@ -22,7 +22,7 @@ import platform
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,28 @@ def _template(
         raise
 
 
+@dataclass
+class _Counts:
+    """What is counted while tokens are written. Mutable.
+
+    `lengths`: of each document. `documents`: of each file. `learned`, `targets`: tokens of each
+    source, of those that have a target. `masked`: sources whose documents have masks.
+    """
+
+    documents: list[int]
+    learned: np.ndarray
+    targets: np.ndarray
+    lengths: list[int] = field(default_factory=list)
+    masked: set[int] = field(default_factory=set)
+
+    def add(self, file_index: int, source: int, mask: np.ndarray) -> None:
+        """Count a document. Its first token is no target."""
+        self.lengths.append(len(mask))
+        self.documents[file_index] += 1
+        self.learned[source] += int(mask[1:].sum())
+        self.targets[source] += len(mask) - 1
+
+
 def _write(
     inputs: Sequence[tuple[int, File]],
     tokenizer: Tokenizer,
@@ -241,18 +263,14 @@ def _write(
     may_have_mask = any(file.learn for _, file in inputs)
     num_sources = 1 + max(source for source, _ in inputs)
 
-    # 1. Tokens and masks of all documents. A document's first token is no target.
-    lengths: list[int] = []
-    file_documents = [0] * len(inputs)
+    # 1. Tokens and masks of all documents.
+    learned, targets = np.zeros((2, num_sources), np.int64)
+    counts = _Counts([0] * len(inputs), learned, targets)
     skipped: list[tuple[str, str]] = []
-    source_learned = np.zeros(num_sources, np.int64)
-    source_targets = np.zeros(num_sources, np.int64)
-    masked_sources = set[int]()
-    template_context = TemplateProcess(chat) if chat else nullcontext()
     with (
         open(folder / "tokens.bin", "wb") as token_file,
         open(folder / MASK, "wb") as mask_file,
-        template_context as template,
+        TemplateProcess(chat) if chat else nullcontext() as template,
     ):
         notes = [RecordNotes(template) for _ in range(num_sources)]
         for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
@@ -260,50 +278,50 @@ def _write(
             for (file_index, document), (ids, mask) in zip(batch, encoded):
                 source, _ = inputs[file_index]
                 if isinstance(document, Text) and len(ids) == empty_tokens:
-                    raise DataError(
-                        f"{document.where}: the tokenizer finds no token in this text of"
-                        f" {_size(document)} characters"
-                    )
+                    reason = f"the tokenizer finds no token in its {_size(document)} characters"
+                    raise DataError(f"{document.where}: {reason}")
                 token_file.write(np.array(ids, dtype).tobytes())
                 if mask is None:
                     mask = np.ones(len(ids), bool)
                 else:
-                    masked_sources.add(source)
+                    counts.masked.add(source)
                 if may_have_mask:
                     mask_file.write(mask.astype("u1").tobytes())
-                lengths.append(len(ids))
-                file_documents[file_index] += 1
-                source_learned[source] += int(mask[1:].sum())
-                source_targets[source] += len(ids) - 1
+                counts.add(file_index, source, mask)
 
     # 2. Checks that need all of them.
-    if not lengths:
+    if not counts.lengths:
         raise DataError("the sources of data.train hold no document")
-    if masked_sources:
-        _check_masks(inputs, masked_sources, source_learned, source_targets)
+    if counts.masked:
+        _check_masks(inputs, counts.masked, counts.learned, counts.targets)
     else:
         (folder / MASK).unlink()
 
     # 3. The manifest comes last: it has the hashes of the other files.
-    np.array([0, *accumulate(lengths)], "<i8").tofile(folder / "offsets.bin")
-    names = [*FILES, MASK] if masked_sources else FILES
+    np.array([0, *accumulate(counts.lengths)], "<i8").tofile(folder / "offsets.bin")
     body = {
         "format": _FORMAT,
         "dtype": dtype.str,
-        "documents": len(lengths),
-        "tokens": sum(lengths),
+        "documents": len(counts.lengths),
+        "tokens": sum(counts.lengths),
         "tokenizer": tokenizer.fingerprint,
-        "sha256": {name: _sha256(folder / name) for name in names},
-        "files": [
-            {**asdict(file), "source": source, "documents": count}
-            for (source, file), count in zip(inputs, file_documents)
-        ],
         "skipped": skipped,
         "notes": _note_sentences(inputs, notes),
     }
-    (folder / "manifest.json").write_text(
-        json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n"
-    )
+    _write_manifest(folder, body, inputs, counts)
+
+
+def _write_manifest(
+    folder: Path, body: dict[str, Any], inputs: Sequence[tuple[int, File]], counts: _Counts
+) -> None:
+    """Write what the tokens were made from, with the hashes of the files that hold them."""
+    names = [*FILES, MASK] if counts.masked else FILES
+    body["sha256"] = {name: _sha256(folder / name) for name in names}
+    body["files"] = []
+    for (source, file), documents in zip(inputs, counts.documents):
+        body["files"].append({**asdict(file), "source": source, "documents": documents})
+    text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
+    (folder / "manifest.json").write_text(text + "\n")
 
 
 def _size(document: Text | TokenIds) -> int:

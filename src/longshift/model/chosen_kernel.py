@@ -105,12 +105,7 @@ def choose(
     number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can
     be used on all."""
     # 1. What this rank can use, and how fast it is.
-    verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
-    max_errors = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
-    refusals = [
-        _refusal(kernel, verdict, max_errors, device)
-        for kernel, verdict in zip(candidates, verdicts)
-    ]
+    refusals = _refusals(candidates, heads, dtype, device)
     is_timed = len(candidates) > 1 and not asked()
     rank_seconds = []
     for number, kernel in enumerate(candidates):
@@ -155,16 +150,31 @@ def choose(
             else f"the first that is deterministic: {comparison}"
         )
     best = seconds.index(min(seconds))
-    kernel = candidates[best]
-    packed_form = -negative_forms[best]
+    kernel, note = _with_packed_form(candidates[best], -negative_forms[best])
+    return kernel, reason + note
+
+
+def _with_packed_form(kernel: Kernel, form: float) -> tuple[Kernel, str]:
+    """The kernel with its packed form, as far as all ranks can use it, and what is to be said of
+    that. `form`: as of `_packed_form`."""
     if kernel.packed is None:
-        return kernel, reason
-    if packed_form == 0:
-        return (
-            replace(kernel, packed=None),
-            f"{reason}; its packed form cannot be used: a call for each document",
-        )
-    return replace(kernel, packed=replace(kernel.packed, windows=packed_form == 2)), reason
+        return kernel, ""
+    if form == 0:
+        note = "; its packed form cannot be used: a call for each document"
+        return replace(kernel, packed=None), note
+    return replace(kernel, packed=replace(kernel.packed, windows=form == 2)), ""
+
+
+def _refusals(
+    candidates: Sequence[Kernel], heads: Heads, dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """Why each kernel is not used on this rank. Empty texts for those that can be."""
+    verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
+    max_errors = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
+    return [
+        _refusal(kernel, verdict, max_errors, device)
+        for kernel, verdict in zip(candidates, verdicts)
+    ]
 
 
 def _refusal(

@@ -303,6 +303,23 @@ def _resident_bytes(
     return _ResidentBytes(state, copies, sums, home_sums)
 
 
+def _loss_bytes(spec: ModelSpec, compute_bytes: int, stream_bytes: np.ndarray) -> np.ndarray:
+    """Logits of one block of rows and their gradient, float64 [candidates]. `stream_bytes`: of the
+    rows that enter the head."""
+    rows = stream_bytes / (compute_bytes * spec.width)
+    block_rows = np.minimum(np.maximum(spec.loss_rows, rows * spec.width / spec.vocab), rows)
+    return (compute_bytes + max(4, compute_bytes)) * (block_rows * spec.vocab)
+
+
+def _leaving_bytes(formats: Format, sum_bytes: float) -> float:
+    """Of a weight whose gradients are being reduced. Coded ones are there as they go out and as
+    they come in, and their sum, which has `sum_bytes`, is not."""
+    if formats.wire.gradients == "float32":
+        return sum_bytes
+    coded_bytes = formats.wire.bytes_of("gradients", formats.home_bytes)
+    return min(sum_bytes, 2 * coded_bytes * sum_bytes / formats.home_bytes)
+
+
 def _stage_bytes(
     training: Training,
     candidates: Candidates,
@@ -325,19 +342,12 @@ def _stage_bytes(
     kept = block.kept * tokens
     in_flight_bytes = packs.passes * rank.blocks / candidates.virtual * kept
     one_pack_bytes = np.minimum(packs.passes, 1) * rank.blocks / candidates.virtual * kept
-    rows = block.stream * tokens / (compute_bytes * spec.width)
-    loss_rows = np.minimum(np.maximum(spec.loss_rows, rows * spec.width / spec.vocab), rows)
     has_head = (not is_first) | (candidates.pp == 1)
-    loss = has_head * (compute_bytes + max(4, compute_bytes)) * (loss_rows * spec.vocab)
+    loss = has_head * _loss_bytes(spec, compute_bytes, block.stream * tokens)
 
     # 2. Under ZeRO-2 and 3 the sum of a unit is reduced while gradients are added to the next.
-    #    Coded gradients are there as they go out and as they come in, and their sum is not.
-    trained = _min_trained_share(spec)
-    sum_bytes = formats.home_bytes * trained
-    leaving_bytes = sum_bytes
-    if formats.wire.gradients != "float32":
-        coded_bytes = formats.wire.bytes_of("gradients", formats.home_bytes)
-        leaving_bytes = min(sum_bytes, 2 * coded_bytes * trained)
+    sum_bytes = formats.home_bytes * _min_trained_share(spec)
+    leaving_bytes = _leaving_bytes(formats, sum_bytes)
     is_reduced = (zero >= 2) & (candidates.holders > 1)
     has_two_blocks = rank.blocks >= 2 * candidates.virtual
     two_sums = (sum_bytes + leaving_bytes) * rank.block

@@ -537,13 +537,10 @@ class _Step:
         view = self.views[number]
         releases = self.visits[number].layout.zero == 3 and view.collective
 
-        # 1. What is gathered: at each use, or before the first.
-        gathers: list[int] = []
+        # 1. What is gathered.
         if view.collective:
             yield from self._gather_tied(number)
-            gathers = [turn.unit for turn in turns if view.has_weights(turn.unit)]
-            if not releases:
-                gathers = [unit for unit in dict.fromkeys(gathers) if unit not in self.present]
+        gathers = self._gathered_units(view, turns, at_each_use=releases)
 
         # 2. Gathers are posted as far as there is room. A unit that is there still, or under way,
         # stays for its next use instead.
@@ -591,6 +588,17 @@ class _Step:
                 self.present.discard(turn.unit)
                 yield Op("release", number, turn.unit)
         yield from self._exchanges_ahead(number, ahead.get(len(turns), ()))
+
+    def _gathered_units(
+        self, view: RankLayout, turns: Sequence[UnitTurn], at_each_use: bool
+    ) -> list[int]:
+        """Units that are gathered for these turns, in order: at each use, or before the first."""
+        if not view.collective:
+            return []
+        used = [turn.unit for turn in turns if view.has_weights(turn.unit)]
+        if at_each_use:
+            return used
+        return [unit for unit in dict.fromkeys(used) if unit not in self.present]
 
     def _gather_tied(self, number: int) -> Iterator[Op]:
         """Gather a tied embedding, which stays: the first and the last turn of a forward use it."""

@@ -139,48 +139,26 @@ def turns(
         view, visit, number, closing
     )
 
-    # 1. The events of this stage, and what each of them waits for.
-    events = [
-        event
-        for event in pipeline.stage_passes(layout, view.at.pp, visit.micros)
-        if learns or event.kind == "forward"
-    ]
-    receives = [pipeline.receives(layout, view.at.pp, event) for event in events]
+    # 1. The events of this stage.
+    passes = pipeline.stage_passes(layout, view.at.pp, visit.micros)
+    events = [event for event in passes if learns or event.kind == "forward"]
+    messages = _StageMessages(view, number, events)
     last_event = {event.micro: index for index, event in enumerate(events)}
-    loaded: set[int] = set()
     unawaited_sends: deque[Op] = deque()
-
-    def load(micro: int) -> list[Op]:
-        """The operation that loads a micro-batch, once."""
-        if micro in loaded:
-            return []
-        loaded.add(micro)
-        return [Op("load", number, micro=micro)]
-
-    def message(
-        kind: Kind, transfer: pipeline.Transfer | None, event: pipeline.StagePass
-    ) -> list[Op]:
-        return [] if transfer is None else [_message(kind, number, layout.pp, transfer, event)]
-
-    def receive(index: int) -> list[Op]:
-        """Operations that post what event number `index` waits for."""
-        if index == len(events) or receives[index] is None:
-            return []
-        return [*load(events[index].micro), *message("receive", receives[index], events[index])]
 
     # 2. A receive is posted before the event ahead of its own; a send is awaited when as many
     # others as stages have followed.
-    first_receive = receive(0)
+    first_receive = messages.receive(0)
     for index, event in enumerate(events):
-        posts = [*load(event.micro), *receive(index + 1)]
-        awaits = message("await receive", receives[index], event)
+        posts = [*messages.load(event.micro), *messages.receive(index + 1)]
+        awaits = messages.await_receive(index)
         yield UnitTurn(-1, (*(first_receive if index == 0 else ()), *posts, *awaits))
         unit_turns = (make_turns.forward if event.kind == "forward" else make_turns.backward)(
             event, bool(awaits)
         )
         is_final = learns and index == len(events) - 1
         yield from (replace(turn, final=True) for turn in unit_turns) if is_final else unit_turns
-        ops = message("send", pipeline.sends(layout, view.at.pp, event), event)
+        ops = messages.send(index)
         unawaited_sends.extend(op._replace(kind="await send") for op in ops)
         if len(unawaited_sends) > layout.pp:
             ops.append(unawaited_sends.popleft())
@@ -190,24 +168,61 @@ def turns(
     yield UnitTurn(-1, tuple(unawaited_sends))
 
 
-def _message(
-    kind: Kind, number: int, pp: int, transfer: pipeline.Transfer, event: pipeline.StagePass
-) -> Op:
-    """The operation that posts or awaits what an event sends or receives.
-    `number`: of the visit."""
-    # An interleaved pipeline counts stages of all model chunks; ranks repeat every `pp` of them.
-    source = transfer.source % pp
-    target = transfer.target % pp
-    return Op(
-        kind,
-        number,
-        micro=event.micro,
-        chunk=event.chunk,
-        turn=event.kind,
-        number=transfer.tag,
-        peer=target if kind == "send" else source,
-        way="rising" if source < target else "falling",
-    )
+class _StageMessages:
+    """Operations that load the packs of a stage's events, and send between stages. Mutable: what is
+    loaded. `number`: of the visit."""
+
+    def __init__(self, view: RankLayout, number: int, events: Sequence[pipeline.StagePass]):
+        self.layout = view.layout
+        self.stage = view.at.pp
+        self.number = number
+        self.events = events
+        self.receives = [pipeline.receives(self.layout, self.stage, event) for event in events]
+        self.loaded: set[int] = set()
+
+    def load(self, micro: int) -> list[Op]:
+        """The operation that loads a micro-batch, once."""
+        if micro in self.loaded:
+            return []
+        self.loaded.add(micro)
+        return [Op("load", self.number, micro=micro)]
+
+    def receive(self, index: int) -> list[Op]:
+        """Operations that post what an event waits for, none after the last one."""
+        if index == len(self.events) or self.receives[index] is None:
+            return []
+        load = self.load(self.events[index].micro)
+        return [*load, *self._message("receive", index, self.receives[index])]
+
+    def await_receive(self, index: int) -> list[Op]:
+        """The operation that awaits what an event waits for, if it does."""
+        return self._message("await receive", index, self.receives[index])
+
+    def send(self, index: int) -> list[Op]:
+        """The operation that sends what an event makes, if another stage needs it."""
+        transfer = pipeline.sends(self.layout, self.stage, self.events[index])
+        return self._message("send", index, transfer)
+
+    def _message(self, kind: Kind, index: int, transfer: pipeline.Transfer | None) -> list[Op]:
+        """The operation that posts or awaits what an event sends or receives, if it does."""
+        if transfer is None:
+            return []
+        # An interleaved pipeline counts stages of all model chunks; ranks repeat every `pp` of
+        # them.
+        source = transfer.source % self.layout.pp
+        target = transfer.target % self.layout.pp
+        event = self.events[index]
+        message = Op(
+            kind,
+            self.number,
+            micro=event.micro,
+            chunk=event.chunk,
+            turn=event.kind,
+            number=transfer.tag,
+            peer=target if kind == "send" else source,
+            way="rising" if source < target else "falling",
+        )
+        return [message]
 
 
 class _Turns:

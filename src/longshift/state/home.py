@@ -19,7 +19,7 @@ lies, it is updated there: of what is on disk, that is host memory.
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -175,22 +175,22 @@ class Home:
         self.doubled = self.no_room = False
         if self.records and self.packed == "float32" and early and not precision.scaled:
             units = early_units(self.tiers, trained_elements(spec, buckets, self.rank))
-            kinds = ("master", *self.saved)
-            changed = [
-                shard.vectors[kind]
-                for unit in units
-                for shard in self._learning(unit)
-                for kind in kinds
-            ]
-            self.doubled = self.records.double(
-                [vector for vector in changed if isinstance(vector, DiskVector)], world.per_node
-            )
-            self.no_room = bool(changed) and not self.doubled
+            self._double(self.records, units, world)
 
         self.cut: Mapping[int, CutBlocks] = {}
         if self.packed == "float8":
             self.cut = cut_blocks(spec, cut)
             world.prepare(sorted({blocks.ranks for blocks in self.cut.values()}), "scales")
+
+    def _double(self, records: Records, units: Iterable[int], world: World) -> None:
+        """Make second records of what lies on disk of these units, where the disk has room."""
+        changed = []
+        for unit in units:
+            for shard in self._learning(unit):
+                changed += [shard.vectors[kind] for kind in ("master", *self.saved)]
+        on_disk = [vector for vector in changed if isinstance(vector, DiskVector)]
+        self.doubled = records.double(on_disk, world.per_node)
+        self.no_room = bool(changed) and not self.doubled
 
     @property
     def by_unit(self) -> bool:

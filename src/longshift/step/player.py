@@ -23,6 +23,7 @@ from longshift.layout.layout import Layout
 from longshift.model.chosen_kernel import choose, kernels
 from longshift.model.compiled import compiled
 from longshift.model.functions import WRITTEN_OUT
+from longshift.model.kernels import Kernel
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps
 from longshift.program.turns import Visit
@@ -79,6 +80,13 @@ def leave_alone(unit: int, early: bool, loss_sum: float, squared_norm: float) ->
     return False
 
 
+def _choose_kernel(spec: ModelSpec, dtype: torch.dtype, world: World) -> tuple[Kernel, str]:
+    """The attention kernel that is fastest on all ranks, and the reason in words."""
+    heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
+    slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
+    return choose(kernels(world.device, dtype), heads, dtype, world.device, slowest)
+
+
 class Player(OperationPlayer):
     """Plays programs on this rank. Mutable: it knows where the step is, and what has begun to
     move."""
@@ -124,12 +132,7 @@ class Player(OperationPlayer):
             wire=precision.wire,
             doubled=home.doubled,
         )
-        heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
-        slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
-        candidates = kernels(world.device, precision.compute)
-        self.kernel, self.why_kernel = choose(
-            candidates, heads, precision.compute, world.device, slowest
-        )
+        self.kernel, self.why_kernel = _choose_kernel(spec, precision.compute, world)
         self.by = compiled(world.device) if compile else WRITTEN_OUT
 
         # 2. What plays a layout, and what switches between layouts.
@@ -140,6 +143,10 @@ class Player(OperationPlayer):
         self.switches = Switches(self.itinerary, home, world, self.everyone, precision)
 
         # 3. Where the step is.
+        self._begin_state()
+
+    def _begin_state(self) -> None:
+        """Be before the first step."""
         self.visited: list[Visited] = []
         self.after: Callable[[Op], object] | None = None  # sees each operation when it is done
         self.groups_here: Sequence[LengthGroup] = ()
