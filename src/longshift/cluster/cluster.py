@@ -304,7 +304,7 @@ class Cluster:
         """Seconds of one attention; causal ones are square. `backend`: the best legal one for these
         sizes if not given, but for `without` where there are others. Heads that were not measured
         (allowed by `beyond`) take their time from the nearest that were, in proportion to heads and
-        width."""
+        width. Raises UsageError where it was not measured."""
         if causal and np.any(np.asarray(queries) != np.asarray(keys)):
             raise UsageError(
                 "a causal attention is square; cut a longer one into a diagonal and full pairs"
@@ -361,7 +361,8 @@ class Cluster:
         direction: Literal["forward", "backward"] = "forward",
         causal=False,
     ) -> str:
-        """The fastest backend for this shape that ring attention and streaming can use."""
+        """The fastest backend for this shape that ring attention and streaming can use. Raises
+        UsageError where none was measured."""
         curves = self._attentions(dtype, direction, causal)
         names = {name for name, curve_heads in curves if curve_heads == heads}
         if not names:
@@ -415,7 +416,7 @@ class Cluster:
     def copy_s(self, way: str, size_bytes: Number, beyond: bool = False) -> np.ndarray:
         """Seconds of a copy between host and device. `way` is to_device or to_host, with how it is
         done and what runs beside it where that was measured: `to_device pinned`, `to_host pinned
-        both`."""
+        both`. Raises UsageError where it was not measured."""
         curve = self.curves.get(f"copy {way}")
         if curve:
             return curve(size_bytes, beyond=beyond)
@@ -433,7 +434,7 @@ class Cluster:
         beyond=False,
     ) -> np.ndarray:
         """Seconds a block of this size, with `depth` of them under way at a time; mode plain
-        (through the page cache) or direct."""
+        (through the page cache) or direct. Raises UsageError where it was not measured."""
         curve = self.curves.get(f"disk {direction} {mode} depth{depth}")
         if curve:
             return curve(size_bytes, beyond=beyond)

@@ -92,7 +92,7 @@ def obtain(
     cache: Path = CACHE,
 ) -> Cluster:
     """The profile of this machine, from the cache unless `fresh`, else measured. Every rank of a
-    launched world calls it, and gets the same."""
+    launched world calls it, and gets the same. Raises UsageError where ranks do not fill nodes."""
     if world.size % per_node:
         raise UsageError(
             f"{world.size} ranks do not fill nodes of {per_node}; start as many on each node"

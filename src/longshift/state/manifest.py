@@ -56,7 +56,8 @@ class Manifest(BaseModel):
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """The manifest of a checkpoint, and its SHA-256."""
+    """The manifest of a checkpoint, and its SHA-256. Raises CheckpointError where it is missing,
+    damaged or of another program."""
     path = folder / "manifest.json"
     try:
         text = path.read_text("utf-8")
@@ -94,7 +95,8 @@ def new_identity() -> str:
 
 
 def sealed(run: Path, body: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with the seal of a run. [Note: the seal]"""
+    """A manifest with the seal of a run. [Note: the seal] Raises CheckpointError where the seal
+    cannot be read."""
     path = run / IDENTITY
     try:
         identity = bytes.fromhex(path.read_text("utf-8"))

@@ -159,7 +159,8 @@ class Records(DiskFile):
         self.direct = _leaves_cache_out(self.fileno())
 
     def vector(self, elements: int, dtype: torch.dtype) -> DiskVector:
-        """A vector of zeros in the file, without memory."""
+        """A vector of zeros in the file, without memory. Raises OutOfMemoryError where the disk has
+        no room."""
         vector = DiskVector(self, torch.empty(elements, dtype=dtype), self.end)
         if not self._grow(vector.room):
             raise OutOfMemoryError(
@@ -235,7 +236,7 @@ class Records(DiskFile):
             ctypes.memmove(piece.address, address, piece.nbytes)
 
     def write_piece(self, piece: Extent) -> None:
-        """In a thread."""
+        """In a thread. Raises LongshiftError where the disk refuses it."""
         with self._buffer(piece) as (address, pages):
             ctypes.memmove(address, piece.address, piece.nbytes)
             try:

@@ -71,7 +71,8 @@ class DiskFile:
             start += count
 
     def read(self, start: int, into: memoryview, needed: int) -> None:
-        """Fill at least the first `needed` bytes of `into` with what lies from byte `start` on."""
+        """Fill at least the first `needed` bytes of `into` with what lies from byte `start` on.
+        Raises LongshiftError where the file is shorter."""
         end = start + needed
         while start < end:
             count = os.preadv(self.fileno(), [into], start)

@@ -45,6 +45,7 @@ def resume_or_build(
     early: bool = True,
 ) -> StageStart:
     """Load the state from the newest checkpoint of `run`, or build it if the run is not resumed.
+    Raises CheckpointError where it is of another run, or holds what is not finite.
 
     The newest checkpoint may be the one that the stage before has left. `early`: of `build_state`.
     """
@@ -85,7 +86,7 @@ def build_state(
     early: bool = True,
 ) -> State:
     """Build home, optimizer and cursor, from a checkpoint with its facts, a model folder or the
-    seed.
+    seed. Raises CheckpointError where frozen weights are others.
 
     `folder`: where a home on disk lies, unless the config names a folder for it. `early`: whether
     its units may be updated before the norm.

@@ -78,7 +78,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def reach(self, ranks: Ranks) -> None:
-        """Ranks that have just been started."""
+        """Ranks that have just been started. Raises StopAtOnce where Ctrl-C came before."""
         self._ranks = ranks
         if self.received:
             raise StopAtOnce

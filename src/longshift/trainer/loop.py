@@ -365,7 +365,8 @@ class StageRun:
         )
 
     def save(self, step: int, metrics: StepMetrics, is_last: bool) -> None:
-        """Save a checkpoint: at once if it is the last, else as the config says."""
+        """Save a checkpoint: at once if it is the last, else as the config says. Raises
+        NonFiniteError where the state is not finite."""
         # Some updates may be left to the next step. The checkpoint needs them.
         self.player.finish()
         if fault := not_finite(self.state, self.context.world):
