@@ -28,7 +28,7 @@ import other_trainer
 from block_formulas import FormulaCost, Sizes, Trainer
 from closed_form import Candidates, closed_form
 
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
 from longshift.planner.group_seconds import stalled_s
@@ -47,8 +47,8 @@ from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
 from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
-from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
+from longshift.workload.length_file import Lengths
 
 StageSeconds = Callable[[str, int, int, int], float]  # of a model, tp, pp, tokens
 K = 1 << 10

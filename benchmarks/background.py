@@ -25,7 +25,7 @@ from longshift.layout.layout import Layout
 from longshift.state.saver import Saver
 from longshift.step.player import Player
 from longshift.step.update import State, not_finite, train_step
-from longshift.trainer.ahead import Ahead
+from longshift.trainer.batch_prefetch import BatchPrefetcher
 from longshift.trainer.build_run import build_player, build_state, open_data
 
 EVERY = 2
@@ -60,7 +60,7 @@ def play(world: World, config: str, scheme: str, folder: str, steps: int, number
     """A round of a scheme: its seconds until all ranks are done, those of them inside saves, and the bytes that this rank saves."""
     (batches, state, player), (early, background) = built(world, config), SCHEMES[scheme]
     ready, saving = torch.zeros(1), 0.0
-    ahead = Ahead(batches, player)
+    ahead = BatchPrefetcher(batches, player)
     world.everyone.all_reduce(ready)
     began = time.perf_counter()
     for step in range(1, steps + 1):

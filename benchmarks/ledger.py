@@ -1,7 +1,7 @@
 """Does the ledger say what a training step holds and sends? Peaks of tensor bytes on every rank and bytes sent by communicator, of the
 second of two equal steps, measured and predicted, for every word of layouts and for steps that switch between several.
 
-    measured    storages that torch's operations return, each from when it is made until it is gone (`longshift.dist.held`)
+    measured    storages that torch's operations return, each from when it is made until it is gone (`longshift.dist.live_bytes`)
     predicted   the step's program played on bytes (`longshift.weigh.ledger`); scalars have an allowance of 16 KiB
     fake        one rank at the width of Llama 3 8B on a device that is not there (`gpu/fake_device.py`), its collectives NCCL's by size
 

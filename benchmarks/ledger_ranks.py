@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trial import Trial, build, parse_layouts
 
 from longshift.dist import collectives
-from longshift.dist.held import HeldBytes, prompt_release
+from longshift.dist.live_bytes import HeldBytes, prompt_release
 from longshift.dist.world import World
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout

@@ -3,7 +3,7 @@
     plain              everything a backward needs is kept
     recompute          each block from its input (recompute-full)
     selective          each block from its input and the output of attention with its log-sum-exp, by torch's selective checkpointing and
-                       with torch's kernel; `tiled`: with that of CPUs without AMX (`model/tiled.py`)
+                       with torch's kernel; `tiled`: with that of CPUs without AMX (`model/tiled_attention.py`)
     recompute+offload  as recompute, with the inputs in the tier
     fpdt               the paper's order: keys and values outside in backward, attention computed again, all in the tier
     stream             as before, with the output of attention kept

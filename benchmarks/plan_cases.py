@@ -9,7 +9,7 @@ BEGAN = time.process_time()
 import numpy as np  # noqa: E402
 from switch_cases import peak_mib  # noqa: E402
 
-from longshift.cluster.named import cluster  # noqa: E402
+from longshift.cluster.names import cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
 from longshift.planner.shortlist import Problem, compare, shortlist  # noqa: E402
 from longshift.planner.task import PlanTask  # noqa: E402
@@ -17,7 +17,7 @@ from longshift.schedule.sequence import token_order  # noqa: E402
 from longshift.spec.families import preset  # noqa: E402
 from longshift.spec.model import ModelSpec, Rope  # noqa: E402
 from longshift.weigh.turn_profile import RankSetup, unit_turn  # noqa: E402
-from longshift.workload.given import Lengths  # noqa: E402
+from longshift.workload.length_file import Lengths  # noqa: E402
 
 IMPORT_S = time.process_time() - BEGAN
 

@@ -52,8 +52,8 @@ from longshift.spec import families
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.trainer.trial_ranking import TrialResult, fastest_trial
-from longshift.workload.given import Lengths, read_lengths
 from longshift.workload.groups import Edge
+from longshift.workload.length_file import Lengths, read_lengths
 
 K = 1 << 10
 

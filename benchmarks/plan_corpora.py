@@ -15,14 +15,14 @@ import numpy as np
 from common import arguments, publish, say
 
 from longshift.cluster.host import core_count
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import format_size
 from longshift.planner.search import search
 from longshift.planner.task import PlanTask
 from longshift.spec import families
 from longshift.spec.model import ModelSpec
-from longshift.workload.given import Lengths, read_lengths
+from longshift.workload.length_file import Lengths, read_lengths
 from longshift.workload.lengths import spans
 
 CORPORA = ("github", "pretraining", "wikipedia")

@@ -15,8 +15,8 @@ from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
 from longshift.switch.options import Planner
-from longshift.switch.placed import Placed, placed, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.spread import BoxesByWeight, spread_weights, together, turn_about
 from longshift.switch.traffic import Traffic, traffic
 
 BF16_BYTES = 2
@@ -84,7 +84,7 @@ LARGE = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurement:
     """A plan, what it puts on the links, the seconds it took to make, on the clock and of this process."""
 
     plan: Plan
@@ -93,16 +93,16 @@ class Measured:
     cpu_s: float
 
 
-def measure(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> Measured:
+def measure(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> StepMeasurement:
     """Plan from nothing: placements, slices, moves and the digest are all inside the time. `side`: copies, home, or home+copies."""
     clock, cpu = time.perf_counter(), time.process_time()
     spec = MODELS[model]
-    held: Placed = together(*(placed(spec, src, part) for part in ("home", "copies") if part in side.split("+")))
-    wanted = placed(spec, dst, "copies")
+    held: BoxesByWeight = together(*(spread_weights(spec, src, part) for part in ("home", "copies") if part in side.split("+")))
+    wanted = spread_weights(spec, dst, "copies")
     plan = switch_plan(held, wanted if bucket_bytes is None else turn_about(held, wanted), LINKS, BF16_BYTES, planner, bucket_bytes)
     _ = plan.digest
     plan_s, cpu_s = time.perf_counter() - clock, time.process_time() - cpu
-    return Measured(plan, traffic(plan), plan_s, cpu_s)
+    return StepMeasurement(plan, traffic(plan), plan_s, cpu_s)
 
 
 def row(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> dict:

@@ -39,8 +39,8 @@ from longshift.state.visit import copies_of
 from longshift.switch.itinerary import Cut
 from longshift.switch.links import Links, assumed
 from longshift.switch.options import Planner, SwitchOptions
-from longshift.switch.placed import placed, turn_about
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.spread import spread_weights, turn_about
 from longshift.switch.traffic import traffic
 
 PLANNERS: tuple[Planner, ...] = get_args(Planner)
@@ -148,8 +148,8 @@ def plans(spec: ModelSpec, layouts: Sequence[str], per_node: int, bucket_bytes: 
     """(from, to, plan) of all pairs and planners between which something moves."""
     links = assumed(per_node)
     for src, dst in permutations(layouts, 2):
-        held = placed(spec, Layout.parse(src), "copies")
-        wanted = turn_about(held, placed(spec, Layout.parse(dst), "copies"))
+        held = spread_weights(spec, Layout.parse(src), "copies")
+        wanted = turn_about(held, spread_weights(spec, Layout.parse(dst), "copies"))
         for planner in PLANNERS:
             plan = switch_plan(held, wanted, links, torch.bfloat16.itemsize, planner, bucket_bytes)
             if plan.bytes_by_pair.any():

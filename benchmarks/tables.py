@@ -29,7 +29,7 @@ BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHODS = {  # names of long_context.py to words of layouts
     "recompute": "recompute-full",
     "selective": "torch's selective checkpointing",
-    "selective tiled": "torch's selective checkpointing, kernel of `model/tiled.py`",
+    "selective tiled": "torch's selective checkpointing, kernel of `model/tiled_attention.py`",
     "recompute+offload": "recompute-full, tier",
     "fpdt": "fpdt",
     "stream input": "chunks, keep-input",

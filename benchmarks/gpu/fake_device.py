@@ -18,7 +18,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from longshift.dist.held import HeldBytes
+from longshift.dist.live_bytes import HeldBytes
 from longshift.dist.world import World
 from longshift.model.chosen_kernel import kernels
 from longshift.model.kernels import Kernel

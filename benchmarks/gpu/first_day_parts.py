@@ -25,7 +25,7 @@ from steps import GIB, PRECISION, Case, K, build, clocked, count, few_chunks, fo
 
 from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.host import core_count, cpu_name
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.dist.world import allocator
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout

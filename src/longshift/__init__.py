@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     )
     from longshift.command_results import (
         CalibrationResult,
-        Checked,
         CheckedLayout,
         CorpusFacts,
-        Exported,
+        ExportedFolder,
+        LayoutCheck,
         LayoutPlan,
         MemoryCheck,
         PlannedGroup,
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from longshift.layout.layout import Layout
     from longshift.step_report import Explanation
     from longshift.switch.links import Links
-    from longshift.switch.placed import placed
     from longshift.switch.plan import switch_plan
+    from longshift.switch.spread import spread_weights
     from longshift.switch.traffic import traffic
     from longshift.trainer.metrics import StepMetrics
 
 __all__ = [
     "CalibrationResult",
-    "Checked",
     "CheckedLayout",
     "Config",
     "CorpusFacts",
     "Explanation",
-    "Exported",
+    "ExportedFolder",
     "Layout",
+    "LayoutCheck",
     "LayoutPlan",
     "Links",
     "LongshiftError",
@@ -61,9 +61,9 @@ __all__ = [
     "explain",
     "export",
     "load_config",
-    "placed",
     "plan",
     "report",
+    "spread_weights",
     "switch_plan",
     "traffic",
     "train",
@@ -85,10 +85,10 @@ _FROM = {
     ),
     "longshift.command_results": (
         "CalibrationResult",
-        "Checked",
+        "LayoutCheck",
         "CheckedLayout",
         "CorpusFacts",
-        "Exported",
+        "ExportedFolder",
         "LayoutPlan",
         "MemoryCheck",
         "PlannedGroup",
@@ -100,7 +100,7 @@ _FROM = {
     "longshift.step_report": ("Explanation",),
     "longshift.layout.layout": ("Layout",),
     "longshift.switch.links": ("Links",),
-    "longshift.switch.placed": ("placed",),
+    "longshift.switch.spread": ("spread_weights",),
     "longshift.switch.plan": ("switch_plan",),
     "longshift.switch.traffic": ("traffic",),
     "longshift.trainer.metrics": ("StepMetrics",),

@@ -32,12 +32,12 @@ from longshift import errors
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import save as save_cluster
 from longshift.cluster.host import core_count, has_gpu, profile_of_host
-from longshift.cluster.named import cluster as cluster_named
+from longshift.cluster.names import cluster as cluster_named
 from longshift.command_results import (
     CalibrationResult,
-    Checked,
     CorpusFacts,
-    Exported,
+    ExportedFolder,
+    LayoutCheck,
     LayoutPlan,
     MemoryCheck,
 )
@@ -53,16 +53,16 @@ from longshift.spec.formats import WeightFormat
 from longshift.terminal import NotebookBar, say, silent
 from longshift.trainer.display import describe
 from longshift.trainer.metrics import MetricsLog, StepMetrics
-from longshift.trainer.resumed import going_on, named
+from longshift.trainer.resume_config import name_changes, resume_config
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
 from longshift.trainer.trackers import Trackers, open_trackers
-from longshift.workload.given import Lengths, read_lengths
+from longshift.workload.length_file import Lengths, read_lengths
 
 if TYPE_CHECKING:
     from longshift.documents.tokens import TokenCache
     from longshift.reports.read import RunReport
     from longshift.step_report import Explanation
-    from longshift.trainer.auto_plan import Planned
+    from longshift.trainer.auto_plan import PlannedTask
     from longshift.trainer.step_callback import OnStep
 
 Say = Callable[[str], None]
@@ -97,9 +97,9 @@ def train(
     tell = say if own_rank() == 0 else silent
     run = _read(config, overrides)
     if resume and isinstance(config, Config):
-        named(run, tell)
+        name_changes(run, tell)
     elif resume:
-        run = going_on(run, Path(str(config)), overrides, tell)
+        run = resume_config(run, Path(str(config)), overrides, tell)
     if on_step is not None and (on or isinstance(run.layout, AutoLayout) or run.world > 1):
         raise UsageError(
             "on_step is a function of this process, and others train: put it into a module, as in"
@@ -123,7 +123,7 @@ def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
     return survey(run, open_tokens(run))
 
 
-def check(config: Config | str | Path, *overrides: str, against: Layout | str) -> Checked:
+def check(config: Config | str | Path, *overrides: str, against: Layout | str) -> LayoutCheck:
     """The same batch under the config's layout, or its groups of lengths, and under another layout,
     beside one process in float64: losses, gradients, weights, moments, and documents that leak; of
     each stage of the run. In processes on this machine, on its GPUs where there are, a rank each.
@@ -198,7 +198,7 @@ def make_plan(
     lengths: Sequence[int] | str | Path | None,
     tell: Say,
     progress: Say,
-) -> "Planned":
+) -> "PlannedTask":
     """What `plan` returns the result of. `tell`: what a person should know; `progress`: what is
     being done."""
     from longshift.trainer.auto_plan import other_ranks, task_of
@@ -226,9 +226,9 @@ def calibrate(
     folder = Path(run)
     config = read_config(folder)
     file = Path(to) if to else folder / "cluster.json"
-    from longshift.trainer.measured import calibrated
+    from longshift.trainer.step_measurements import fit_measurements
 
-    calibration = calibrated(
+    calibration = fit_measurements(
         folder, config, cluster_named(on) if on else this_machine(config.world, say), say
     )
     save_cluster(calibration.cluster, file)
@@ -242,7 +242,7 @@ def export(
     best: bool = False,
     precision: WeightFormat | None = None,
     merge: bool = False,
-) -> Exported:
+) -> ExportedFolder:
     """Write the newest checkpoint of a run folder as the new Hugging Face folder `to`: safetensors,
     config.json, tokenizer; of a run with adapters, the adapters alone as a folder of PEFT. `best`:
     the checkpoint with the lowest validation loss. `precision`: of the weights; that of the model
@@ -254,7 +254,9 @@ def export(
     from longshift.trainer.export import export as write
 
     write(config, run, to, precision, best, merge)
-    return Exported(run=run, folder=to, files=tuple(sorted(file.name for file in to.iterdir())))
+    return ExportedFolder(
+        run=run, folder=to, files=tuple(sorted(file.name for file in to.iterdir()))
+    )
 
 
 def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport, ...]":
@@ -315,9 +317,9 @@ def with_choices(config: Config, tell: Say) -> Config:
     """With every `chunk-auto` and `recompute-auto` chosen."""
     if isinstance(config.layout, AutoLayout) or not any(edge.use.open for edge in config.edges):
         return config
-    from longshift.profile.choose import chosen
+    from longshift.profile.choose import make_choices
 
-    return chosen(config, tell)
+    return make_choices(config, tell)
 
 
 def this_machine(ranks: int, tell: Say) -> Cluster:
@@ -388,7 +390,7 @@ def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) ->
         if on:
             command += ["--on", on]
         if resume:
-            command += [*named(config, silent), "--resume"]
+            command += [*name_changes(config, silent), "--resume"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert child.stdout is not None
         row = {}

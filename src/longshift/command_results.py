@@ -210,7 +210,7 @@ class CheckedLayout(CommandResult):
     probed_positions: int
 
 
-class Checked(CommandResult):
+class LayoutCheck(CommandResult):
     """Layouts beside `reference`: the worst of `rows`, and whether all are within `tolerance`,
     nothing leaks and no label is wrong. `documents` and `tokens` of a step of each stage;
     `reference_loss`: of the reference's last step, in nats. `not_exercised`: what the config has
@@ -338,7 +338,7 @@ class MemoryCheck(CommandResult):
         yield differences
 
 
-class Exported(CommandResult):
+class ExportedFolder(CommandResult):
     """A Hugging Face folder that was written of a run, and the names of its files."""
 
     run: Path

@@ -38,15 +38,15 @@ from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.header import Header
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.resumed import going_on
+from longshift.trainer.resume_config import resume_config
 from longshift.trainer.run_folder import RunFolder, prepare, read_asked, summarize_run, write_cause
-from longshift.workload.given import Lengths
+from longshift.workload.length_file import Lengths
 
 if TYPE_CHECKING:
     from longshift.trainer.ray_launch import RayDevices
 
 
-class Chosen(NamedTuple):
+class ChosenConfig(NamedTuple):
     """`requested`: the config, whose layout may be `auto`; `run`: with every choice made; `plan`:
     that of `layout: auto`."""
 
@@ -124,7 +124,7 @@ class TrainCommand:
         # 4. Where the run is.
         return self.rank != 0 or _print_summary(run, folder, self.json)
 
-    def _choose(self, run: Config, resume: bool, devices: "RayDevices | None") -> Chosen:
+    def _choose(self, run: Config, resume: bool, devices: "RayDevices | None") -> ChosenConfig:
         """The config of a run that begins or is resumed, on the devices of a Ray cluster or here,
         with its layouts and chunks."""
         overrides = self.overrides
@@ -132,11 +132,11 @@ class TrainCommand:
             overrides = (*overrides, devices.auto_override(run.layout))
             run = load_config(self.config, overrides)
         if resume:
-            run = going_on(run, self.config, overrides, say if self.rank == 0 else silent)
+            run = resume_config(run, self.config, overrides, say if self.rank == 0 else silent)
         if devices is not None:
             run = devices.fit(run, resume, say)
         resolved, plan = self._resolve_layout(run)
-        return Chosen(requested=run, run=api.with_choices(resolved, say), plan=plan)
+        return ChosenConfig(requested=run, run=api.with_choices(resolved, say), plan=plan)
 
     def _resolve_layout(self, run: Config) -> tuple[Config, PlanFile | None]:
         """The run with `layout: auto` chosen for this machine and the run's corpus, and the plan.
@@ -191,7 +191,7 @@ class TrainCommand:
 
     def _train_on_ray(
         self,
-        chosen: Chosen,
+        chosen: ChosenConfig,
         folder: RunFolder,
         resume: bool,
         words: list[str],

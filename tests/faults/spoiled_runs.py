@@ -30,7 +30,7 @@ from longshift.state.manifest import render, sealed
 from longshift.trainer import loop
 from longshift.trainer.build_run import resume_or_build
 from longshift.trainer.facts import Facts, Fingerprints
-from longshift.trainer.resumed import going_on
+from longshift.trainer.resume_config import resume_config
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import stages_of
 from longshift.trainer.step_trace import StepTrace
@@ -113,7 +113,7 @@ def read(run: Path, compare: bool = True) -> int:
     """Take the state of a run as a resume does, and return its step. Raises what that raises, and Silent where the state is none that the
     run has saved."""
     file = made().place / "run.yaml"
-    config = going_on(load_config(file, [f"save.dir={run}"]), file, [], lambda line: None)
+    config = resume_config(load_config(file, [f"save.dir={run}"]), file, [], lambda line: None)
     fingerprints = Fingerprints.model_validate(made().truth[1][0]["fingerprints"])
     step, state, facts = resume_or_build(next(stages_of(config)), World.alone(), fingerprints, run, resume=True)
     assert facts

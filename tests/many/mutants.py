@@ -31,7 +31,7 @@ from longshift.model import attention as attention_module
 from longshift.model import decoder, float8
 from longshift.model.attention import Attention
 from longshift.model.decoder import Block, Head, MicroBatch, Unit
-from longshift.model.functions import Adapted, add_product
+from longshift.model.functions import AdaptedLinear, add_product
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
 from longshift.parallel.seams import LayoutOps
@@ -45,14 +45,14 @@ from longshift.spec.adapters import Lora
 from longshift.spec.model import ModelSpec, Part
 from longshift.state import copies as copies_module
 from longshift.state.copies import AlignedCopies, Copies
-from longshift.state.fused import Strips, StripViews
 from longshift.state.home import Shard
 from longshift.state.optimizer import Optimizer
+from longshift.state.strip_views import Strips, StripViews
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Switches
-from longshift.step import chunked as chunked_module
+from longshift.step import chunk_runner as chunked_module
 from longshift.step import runner as runner_module
-from longshift.step.chunked import ChunkedPacks, ChunkPlayer
+from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer
 from longshift.step.player import Player, Ready
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import DiskTier, Tensors
@@ -222,9 +222,9 @@ def reduced_before_the_last_micro_batch(patch: Patch) -> None:
 
 def _micro_batches(patch: Patch, change: Callable[[MicroBatch], MicroBatch]) -> None:
     """Of whole packs and of chunks."""
-    right = micro_module.placed
+    right = micro_module.place_pack
     for module in (runner_module, micro_module):
-        patch.setattr(module, "placed", lambda *arguments, **angles: change(right(*arguments, **angles)))
+        patch.setattr(module, "place_pack", lambda *arguments, **angles: change(right(*arguments, **angles)))
 
 
 def no_document_mask(patch: Patch) -> None:
@@ -310,8 +310,8 @@ def adapter_gradients_not_reduced(patch: Patch) -> None:
 
 def _adapters(patch: Patch, change: Callable[[tuple, float], tuple]) -> None:
     """Change what the backward of an adapted layer gives; `change` sees the gradients and the scale."""
-    native = Adapted.backward
-    patch.setattr(Adapted, "backward", staticmethod(lambda ctx, grad: change(native(ctx, grad), ctx.scale)))
+    native = AdaptedLinear.backward
+    patch.setattr(AdaptedLinear, "backward", staticmethod(lambda ctx, grad: change(native(ctx, grad), ctx.scale)))
 
 
 def adapter_gradients_not_scaled(patch: Patch) -> None:
@@ -321,12 +321,12 @@ def adapter_gradients_not_scaled(patch: Patch) -> None:
 
 def adapter_without_gradient_of_its_input(patch: Patch) -> None:
     """What goes back through an adapted layer goes through its weight alone."""
-    native = Adapted.backward
+    native = AdaptedLinear.backward
 
     def backward(ctx, grad: Tensor) -> tuple:
         return torch.mm(grad, ctx.saved_tensors[1]), *native(ctx, grad)[1:]
 
-    patch.setattr(Adapted, "backward", staticmethod(backward))
+    patch.setattr(AdaptedLinear, "backward", staticmethod(backward))
 
 
 def shared_head_gradients_not_reduced(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from forked import DEADLINE_S, Truth, Worlds
 from parity import EDGES, KINDS, LIMIT, largest, trial_of
 from test_parity import switched_trial
 
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.layout.layout import Layout, number_fields
 from longshift.layout.legal import faults
 from longshift.planner.candidates import enumerate_layouts
@@ -19,7 +19,7 @@ from longshift.simulate.rates import rates
 from longshift.spec.model import ModelSpec
 from longshift.weigh.recorder import Collective
 from longshift.weigh.turn_profile import RankSetup, unit_turn
-from longshift.workload.given import Lengths
+from longshift.workload.length_file import Lengths
 
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128)
 

@@ -23,7 +23,7 @@ from longshift.program.operations import Op
 from longshift.schedule.chunks import Event, dependencies
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
-from longshift.step.chunked import ChunkedPacks, ChunkPlayer
+from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer
 from longshift.step.player import Player
 from longshift.step.runner import Runner
 from longshift.step.update import State, train_step

@@ -15,7 +15,7 @@ from turns_measured import LENGTHS, PARTS, SPECS, TURNS
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.model import attention
-from longshift.model.functions import Gated
+from longshift.model.functions import GatedActivation
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.schedule.chunks import Buffer, cut_chunks
 from longshift.schedule.sequence import token_order
@@ -76,7 +76,7 @@ def faults(measured: dict[str, dict], told: dict[str, TurnProfile]) -> Iterator[
 
 
 def agree(worlds: Worlds, what: str, faults_of: Callable[..., Iterator[str]], spec: str, layout: str, dtype: str) -> None:
-    """No rank finds a fault. gloo's threads may end storages late ([Note: late release] in dist.held): what is so once in three times
+    """No rank finds a fault. gloo's threads may end storages late ([Note: late release] in dist.live_bytes): what is so once in three times
     only is no fault."""
     wrong: list[str] = []
     for _ in range(3):
@@ -171,14 +171,14 @@ def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec:
 
 def forgotten_gate(patch: pytest.MonkeyPatch) -> None:
     """The gated activation saves one of its inputs only."""
-    native = Gated.forward
+    native = GatedActivation.forward
 
     def forward(ctx, gate: Tensor, up: Tensor, *how) -> Tensor:
         y = native(ctx, gate, up, *how)
         ctx.save_for_backward(gate, gate)
         return y
 
-    patch.setattr(Gated, "forward", staticmethod(forward))
+    patch.setattr(GatedActivation, "forward", staticmethod(forward))
 
 
 def own_share_sent(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from longshift.dist.world import World
 from longshift.documents.batch import Batches
 from longshift.documents.micro import micro_batch
 from longshift.documents.tokenizer import train as train_tokenizer
-from longshift.documents.valid import ValidSet
+from longshift.documents.validation_set import ValidSet
 from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout

@@ -24,8 +24,8 @@ from longshift.state.visit import RowCopies, Switches, copies_of
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
 from longshift.switch.options import SwitchOptions
-from longshift.switch.placed import Placed, Spread, placed
 from longshift.switch.plan import Plan
+from longshift.switch.spread import BoxesByWeight, Spread, spread_weights
 from longshift.workload.groups import Edge
 
 
@@ -73,7 +73,7 @@ def go_round(
                 assert before is not None
                 before.close(op.unit)
         seen["exchanges"] += len(held)
-        source = placed(spec, before.cut.layout, before.cut.side) if before and not isinstance(before, RowCopies) else {}
+        source = spread_weights(spec, before.cut.layout, before.cut.side) if before and not isinstance(before, RowCopies) else {}
         if not isinstance(stop, RowCopies):
             units = {param.name: moving_unit(spec, param) for param in spec.params}
             assert max(held, default=0) <= most_bytes(transfer.plan, source, units)[world.rank], (text, max(held))
@@ -173,7 +173,7 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     return {"said": said, "untouched": untouched}
 
 
-def most_bytes(plan: Plan, leaving: Placed, units: Mapping[str, int]) -> np.ndarray:
+def most_bytes(plan: Plan, leaving: BoxesByWeight, units: Mapping[str, int]) -> np.ndarray:
     """Upper bound of what a switch takes on each rank, int64 [world]: the boxes that leave, the wanted ones, and the buffers.
 
     A weight's wanted boxes are made before the first bucket that fills them; its leaving boxes, in the plan's format, are dropped

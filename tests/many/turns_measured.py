@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.dist import collectives
-from longshift.dist.held import HeldBytes, prompt_release
+from longshift.dist.live_bytes import HeldBytes, prompt_release
 from longshift.dist.world import World
 from longshift.documents.batch import Document
 from longshift.documents.micro import micro_batch
@@ -41,7 +41,7 @@ from longshift.spec.adapters import Lora
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.precision import Precision
-from longshift.step.chunked import ChunkedPacks, ChunkPlayer
+from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer
 from longshift.step.compose import layout_ops, prepare
 from longshift.step.runner import loss_of_rows
 
@@ -274,7 +274,7 @@ class Watch:
             found["sent"] = dict(sent)
 
     def _settle(self) -> None:
-        """gloo's threads end some storages late: [Note: late release] in dist.held."""
+        """gloo's threads end some storages late: [Note: late release] in dist.live_bytes."""
         if self.axes and self.device == "cpu":
             time.sleep(1e-3)
 

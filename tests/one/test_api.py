@@ -182,7 +182,7 @@ if plan.best is not None:
 reveal_type(ls.LongshiftError.exit_code)
 reveal_type(config.train.lr)
 reveal_type(config.layout)
-held = ls.placed(config.spec, ls.Layout("tp2"), "copies")
+held = ls.spread_weights(config.spec, ls.Layout("tp2"), "copies")
 links = ls.Links(per_node=8, intra_bytes_s=300e9, inter_bytes_s=25e9)
 reveal_type(ls.traffic(ls.switch_plan(held, held, links, itemsize=2)).intra_node_bytes)
 """

@@ -15,9 +15,9 @@ from torch import Tensor
 from longshift.cluster.cluster import Heads
 from longshift.errors import UsageError
 from longshift.model import attention as attention_module
-from longshift.model import chosen_kernel, tiled
+from longshift.model import chosen_kernel, tiled_attention
 from longshift.model import kernels as kernels_module
-from longshift.model import packed as packed_module
+from longshift.model import packed_attention as packed_module
 from longshift.model.attention import Attention, PackedAttention, match_heads
 from longshift.model.chosen_kernel import LONG_BY_CUDNN, choose
 from longshift.model.cut import cut
@@ -33,7 +33,7 @@ from longshift.model.kernels import (
     reference,
     reference_backward,
 )
-from longshift.model.packed import Packed
+from longshift.model.packed_attention import PackedKernel
 
 CPU = torch.device("cpu")
 HEAD = 16
@@ -269,19 +269,19 @@ TILED_SHAPES = [*SHAPES, (64, 64, 2, 2, True), (33, 33, 12, 1, True), (97, 64, 4
 @pytest.fixture(params=[(16, 16), (16, 64), (1024, 1024)], ids=str)
 def tiles(request, monkeypatch):
     """Tiles of few rows and columns, so that there are many; of those that are used."""
-    monkeypatch.setattr(tiled, "ROWS", request.param[0])
-    monkeypatch.setattr(tiled, "COLUMNS", request.param[1])
+    monkeypatch.setattr(tiled_attention, "ROWS", request.param[0])
+    monkeypatch.setattr(tiled_attention, "COLUMNS", request.param[1])
 
 
 def by_tiles(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    out, lse = tiled.forward(q, k, v, causal, scale)
-    return out, lse, *tiled.backward(grad, q, k, v, out, lse, causal, scale)
+    out, lse = tiled_attention.forward(q, k, v, causal, scale)
+    return out, lse, *tiled_attention.backward(grad, q, k, v, out, lse, causal, scale)
 
 
 @pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads", "causal"), TILED_SHAPES)
 def test_tiles_follow_the_definition(tiles, monkeypatch, queries, keys, heads, kv_heads, causal):
     """In float32 all the way, which leaves rounding no room to hide a mistake."""
-    monkeypatch.setattr(tiled, "_in_bf16", nullcontext)
+    monkeypatch.setattr(tiled_attention, "_in_bf16", nullcontext)
     given = inputs(queries, keys, heads, kv_heads, torch.float32)
     found, expected = by_tiles(*given, causal=causal, scale=SCALE), definition(*given, causal=causal, scale=SCALE)
     if queries > 1:
@@ -304,8 +304,8 @@ def test_a_part_by_tiles_takes_the_global_out_and_lse(tiles):
     q, k, v, grad = inputs(101, 101, 6, 2, torch.bfloat16)
     out, lse, _, dk, dv = whole(q, k, v, grad, at=40)
     part = grad[40:], q[40:], k[:40], v[:40], out.bfloat16()
-    assert worst(tiled.backward(*part, lse.float(), False, SCALE)[1:], [dk[:40], dv[:40]]) < 1e-2
-    assert worst(tiled.backward(*part, lse.float() + 0.05, False, SCALE)[1:], [dk[:40], dv[:40]]) > 3e-2
+    assert worst(tiled_attention.backward(*part, lse.float(), False, SCALE)[1:], [dk[:40], dv[:40]]) < 1e-2
+    assert worst(tiled_attention.backward(*part, lse.float() + 0.05, False, SCALE)[1:], [dk[:40], dv[:40]]) > 3e-2
 
 
 def test_pieces_by_tiles_add_up(tiles, monkeypatch):
@@ -313,7 +313,7 @@ def test_pieces_by_tiles_add_up(tiles, monkeypatch):
     expected, by_flash = whole(*given, at=40), split(*given, at=40)
     for a, b, exact in zip(split(*given, at=40, kernel=TILED), by_flash, expected):
         assert worst([a], [exact]) <= 1.2 * worst([b], [exact])
-    monkeypatch.setattr(tiled, "_in_bf16", nullcontext)
+    monkeypatch.setattr(tiled_attention, "_in_bf16", nullcontext)
     given = inputs(101, 101, 6, 2, torch.float32)
     assert worst(split(*given, at=40, kernel=TILED), whole(*given, at=40)) < 1e-5
 
@@ -327,7 +327,7 @@ def test_pieces_by_size_are_those_of_tiles_or_flash(monkeypatch, large):
     q, k, v, grad = given
     out, lse = flash(q, k, v, True, SCALE)
     back = Attention(BY_SIZE, SCALE).backward(grad, q, k, v, out, lse, "causal")
-    whole_back = (tiled.backward if large else flash_backward)(grad, q, k, v, out, lse, True, SCALE)
+    whole_back = (tiled_attention.backward if large else flash_backward)(grad, q, k, v, out, lse, True, SCALE)
     assert all(torch.equal(a, b) for a, b in zip(back, whole_back, strict=True))
 
 
@@ -508,7 +508,7 @@ def one_by_one_backward(grad, q, k, v, out, lse, ends: Tensor, lengths: tuple[in
     return [torch.cat(parts) for parts in zip(*found)]
 
 
-ONE_BY_ONE = Packed(one_by_one, one_by_one_backward)
+ONE_BY_ONE = PackedKernel(one_by_one, one_by_one_backward)
 BY_PACKS = replace(FLASH, packed=ONE_BY_ONE)
 
 
@@ -528,7 +528,7 @@ def attended_packs(kernel: Kernel, window: int | None, again: bool, dtype: torch
 def test_a_packed_kernel_gives_the_bits_of_a_call_for_each_document(window, again, dtype):
     """A packed kernel that is not used gives them, too: it is counted."""
     calls = []
-    told = Packed(
+    told = PackedKernel(
         lambda *given: calls.append("forward") or one_by_one(*given), lambda *given: calls.append("back") or one_by_one_backward(*given)
     )
     found = attended_packs(replace(FLASH, packed=told), window, again, dtype)
@@ -565,7 +565,7 @@ def test_a_packed_kernel_is_used_as_far_as_it_is_right_on_every_rank(monkeypatch
         forward = {"one document": one_document, "no window": no_window, "absent": absent}[kernels_of_packs]
     if kernels_of_packs == "wider":
         backward = wider_by_one
-    given = [replace(FLASH, packed=Packed(forward, backward))]
+    given = [replace(FLASH, packed=PackedKernel(forward, backward))]
     others = 0.0 if kernels_of_packs == "elsewhere" else -2.0  # minus what another rank found
     kernel, why = choose(given, Heads(4, 2, 16), torch.float32, CPU, lambda own: own.maximum(own.new_tensor([[0.0], [others]])))
     usable = {"right": True, "no window": False, "wider": False}.get(kernels_of_packs)

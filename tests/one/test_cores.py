@@ -10,7 +10,7 @@ import torch
 
 from longshift.cluster.files import save
 from longshift.cluster.host import host_facts, profile_of_host
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.dist.cores import cores_beside, parsed, stay_near
 from longshift.dist.world import World
 

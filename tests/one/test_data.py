@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from longshift.config_parts import DocumentFormat, Source
 from longshift.documents import record_reader
-from longshift.documents.sources import Skipped, Text, files, read
+from longshift.documents.sources import SkippedFile, Text, files, read
 from longshift.documents.tokenizer import END_OF_TEXT, Tokenizer, load, project_tokenizer, train
 from longshift.documents.tokens import TokenCache, build
 from longshift.errors import DataError
@@ -198,13 +198,13 @@ def test_the_python_corpus_is_the_whole_library_and_says_what_it_skips():
     argparse = next(p for p in by_path if p.endswith("/argparse.py"))
     assert by_path[argparse].text.encode() == Path(argparse).read_bytes()  # pyright: ignore[reportAttributeAccessIssue]
     for item in items:
-        if isinstance(item, Skipped):
+        if isinstance(item, SkippedFile):
             data = Path(item.where).read_bytes()
             assert (item.why == "empty") == (not data)
             if data:
                 with pytest.raises(UnicodeDecodeError):
                     data.decode()
-    assert any(isinstance(item, Skipped) for item in items)
+    assert any(isinstance(item, SkippedFile) for item in items)
 
 
 # Tokenizer

@@ -13,10 +13,10 @@ from longshift.dist.world import World
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model import float8
-from longshift.model.compiling import compiled_for
 from longshift.model.decoder import Block, Head, build_unit
 from longshift.model.float8 import FILLED, blocks_coded, multiplies_codes, rounded, rows_coded
-from longshift.model.functions import Adapted, Linear
+from longshift.model.functions import AdaptedLinear, Linear
+from longshift.model.torch_compile import compiled_for
 from longshift.spec.families import preset
 from longshift.spec.formats import LARGEST
 from longshift.step.update import train_step
@@ -206,7 +206,7 @@ def test_an_adapter_is_added_as_it_is():
     make = torch.Generator().manual_seed(0)
     shapes = (6, 140), (20, 140), (4, 140), (20, 4), (6, 20)
     x, w, a, b, dy = (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in shapes)
-    y = Adapted.apply(x.requires_grad_(), w, None, a, b, 0.5, True)
+    y = AdaptedLinear.apply(x.requires_grad_(), w, None, a, b, 0.5, True)
     (dx,) = torch.autograd.grad(y, x, dy)  # pyright: ignore
     assert torch.allclose(y, rounded(x.detach()) @ rounded(w, BLOCK).mT + 0.5 * x @ a.mT @ b.mT, rtol=1e-12)  # pyright: ignore
     assert torch.allclose(dx, rounded(dy) @ rounded(w, BLOCK) + 0.5 * dy @ b @ a, rtol=1e-12)

@@ -17,11 +17,11 @@ from longshift.config_file import parse_config
 from longshift.documents.batch import Batches
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
-from longshift.trainer import measured as trainer_measured
+from longshift.trainer import step_measurements as trainer_measured
 from longshift.trainer.corpus import open_corpus
-from longshift.trainer.foretold import Foretold
-from longshift.trainer.measured import LEAST, MOST, measured
 from longshift.trainer.metrics import MetricsLog, StepMetrics
+from longshift.trainer.step_forecast import StepForecast
+from longshift.trainer.step_measurements import LEAST, MOST, read_measurements
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -60,7 +60,7 @@ def metrics(step: int, seconds: float, tokens: int = 256, cursor: int = 0) -> St
 
 
 def test_predicting_takes_no_more_than_its_share_of_the_run(config):
-    foretold, lengths = Foretold(config, files.preset("cpu"), [0.1]), lengths_of(config)
+    foretold, lengths = StepForecast(config, files.preset("cpu"), [0.1]), lengths_of(config)
     said = []
     for step, took in enumerate((1e-9, 1e-9, 1e4, 1.0), 1):
         foretold.predict(lengths)
@@ -69,7 +69,7 @@ def test_predicting_takes_no_more_than_its_share_of_the_run(config):
 
 
 def test_the_band_is_that_of_the_steps_before(config):
-    foretold, lengths = Foretold(config, files.preset("cpu"), [0.1] * 200), lengths_of(config)
+    foretold, lengths = StepForecast(config, files.preset("cpu"), [0.1] * 200), lengths_of(config)
     foretold.beside(metrics(1, 1e6))
     bands = []
     for step in range(2, 30):
@@ -96,7 +96,7 @@ def run_of(config: Config, folder: Path, steps: int, seconds=lambda step: 0.5) -
 
 def test_steps_are_evenly_chosen_with_their_documents(config, tmp_path):
     rows = run_of(config, tmp_path, 60, seconds=lambda step: step / 10)
-    found = measured(tmp_path, config)
+    found = read_measurements(tmp_path, config)
     assert len(found) == MOST
     assert (found[0].step, found[-1].step) == (2, 60)
     assert {after.step - before.step for before, after in pairwise(found)} <= {2, 3}
@@ -107,10 +107,10 @@ def test_steps_that_allocate_and_steps_of_another_config_are_left_out(config, tm
     rows = run_of(config, tmp_path, 8)
     changed = [replace(row, first=row.step in (1, 4), tokens=row.tokens + (row.step == 6)) for row in rows]
     (tmp_path / "metrics.jsonl").write_text("".join(row.to_json() + "\n" for row in changed))
-    assert [one.step for one in measured(tmp_path, config)] == [2, 3, 5, 7, 8]
+    assert [one.step for one in read_measurements(tmp_path, config)] == [2, 3, 5, 7, 8]
     (tmp_path / "metrics.jsonl").write_text("".join(row.to_json() + "\n" for row in changed[:LEAST]))
     with pytest.raises(UsageError, match="has 2 steps to calibrate by, and 4 are needed"):
-        measured(tmp_path, config)
+        read_measurements(tmp_path, config)
 
 
 def test_calibrating_says_how_long_it_takes_and_plays_fewer_steps_where_all_take_too_long(config, tmp_path, monkeypatch):
@@ -118,13 +118,13 @@ def test_calibrating_says_how_long_it_takes_and_plays_fewer_steps_where_all_take
     run_of(config, tmp_path, 60)
     told, now_s = [], itertools.count(0, 5.0)
     monkeypatch.setattr(trainer_measured, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
-    found = trainer_measured.calibrated(tmp_path, config, files.preset("cpu"), told.append)
+    found = trainer_measured.fit_measurements(tmp_path, config, files.preset("cpu"), told.append)
     number = len(found.steps)
     assert LEAST <= number < MOST
     assert f"playing {number} steps on the clock takes about 60 s" in told
     assert any(re.fullmatch(r"after \d+ s: played \d+ times, of 20 at the most", line) for line in told)
     monkeypatch.setattr(trainer_measured, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    assert len(trainer_measured.calibrated(tmp_path, config, files.preset("cpu")).steps) == MOST
+    assert len(trainer_measured.fit_measurements(tmp_path, config, files.preset("cpu")).steps) == MOST
 
 
 def test_a_row_keeps_what_was_predicted():

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.errors import UsageError
-from longshift.model.compiled import compiled
+from longshift.model.compiled_functions import compiled
 from longshift.model.decoder import rotary_table
-from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, Linear, RmsNorm, Rotate, SlicedRmsNorm, add_product, alone
+from longshift.model.functions import WRITTEN_OUT, Elementwise, GatedActivation, Linear, RmsNorm, Rotate, SlicedRmsNorm, add_product, alone
 from longshift.spec.model import Rope
 
 EPS = 1e-6
@@ -39,8 +39,13 @@ def tables(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 CASES = {
     "norm": (lambda by: lambda x, w: RmsNorm.apply(x, w, EPS, by), defined_norm, ((37, 48), (48,)), lambda dtype: ()),
     "norm of heads": (lambda by: lambda x, w: RmsNorm.apply(x, w, EPS, by), defined_norm, ((37, 3, 16), (16,)), lambda dtype: ()),
-    "silu": (lambda by: lambda g, u: Gated.apply(g, u, "silu", by), lambda g, u: F.silu(g) * u, ((37, 48), (37, 48)), lambda dtype: ()),
-    "gelu": (lambda by: lambda g, u: Gated.apply(g, u, "gelu_tanh", by), defined_gelu, ((37, 48), (37, 48)), lambda dtype: ()),
+    "silu": (
+        lambda by: lambda g, u: GatedActivation.apply(g, u, "silu", by),
+        lambda g, u: F.silu(g) * u,
+        ((37, 48), (37, 48)),
+        lambda dtype: (),
+    ),
+    "gelu": (lambda by: lambda g, u: GatedActivation.apply(g, u, "gelu_tanh", by), defined_gelu, ((37, 48), (37, 48)), lambda dtype: ()),
     "rotate": (lambda by: lambda x, *t: Rotate.apply(x, *t, by), defined_rotation, ((37, 3, 16),), lambda dtype: tables(37, dtype)),
 }
 

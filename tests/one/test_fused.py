@@ -13,7 +13,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import Bucket, assemble, buckets, local_boxes, local_shape
 from longshift.spec.model import ModelSpec
-from longshift.state.fused import Strips
+from longshift.state.strip_views import Strips
 
 SPECS = [
     ModelSpec("llama", 37, 24, 3, 6, 2, 4, 29, 16, tied=True),

@@ -19,7 +19,7 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.step import player
 from longshift.step.update import train_step
 from longshift.stream import tiers
-from longshift.stream.tiers import BOUNCES, BouncedTier, CopyTier, DeviceTier, HostTier, Stored, Tensors, tier_of
+from longshift.stream.tiers import BOUNCES, BouncedTier, CopyTier, DeviceTier, HostTier, StoredObject, Tensors, tier_of
 
 TRIAL = Trial(
     ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope()), lengths=((40, 21), (47,), (53, 6)), precision="bf16", capacity=61
@@ -168,7 +168,7 @@ class PackedTier(CopyTier):
         assert size == sum(tensor.nbytes for tensor in tensors)
         return [zlib.compress(tensor.view(-1).view(torch.uint8).numpy().tobytes(), 1) for tensor in tensors], None
 
-    def bring(self, stored: Stored) -> Callable[[], Tensors]:
+    def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
         tensors = tuple(self.memory(*shape) for shape in stored.shapes)
         for tensor, packed in zip(tensors, stored.place):
             values = torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=tensor.dtype).view(tensor.shape)
@@ -178,7 +178,7 @@ class PackedTier(CopyTier):
     def fill_after(self, copy: object) -> None:
         raise AssertionError("nothing is on its way")
 
-    def forget(self, stored: Stored) -> None:
+    def forget(self, stored: StoredObject) -> None:
         stored.place.clear()
 
     def close(self) -> None:

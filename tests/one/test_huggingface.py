@@ -30,7 +30,7 @@ from longshift.documents.batch import Document
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.model.decoder import Decoder, build_unit, embed_scale
-from longshift.model.huggingface import INDEX, TOKEN_IDS, Carried, WeightFolder, write_folder
+from longshift.model.huggingface import INDEX, TOKEN_IDS, FolderExtras, WeightFolder, write_folder
 from longshift.spec.families import PRESETS, from_hugging_face, read_spec
 from longshift.spec.model import ModelSpec
 
@@ -337,7 +337,7 @@ def test_tokenizer_files_and_token_ids_are_carried_along(folders, tmp_path):
     files = {name: source / name for name in ("tokenizer.json", "chat_template.jinja")}
     for number, ids in enumerate(({"eos_token_id": [2, 1]}, {"pad_token_id": 0}, None)):
         out = tmp_path / f"out{number}"
-        carried = None if ids is None else Carried(files, ("<end>", 2), ids, (2,), {}, None)
+        carried = None if ids is None else FolderExtras(files, ("<end>", 2), ids, (2,), {}, None)
         write_folder(out, spec, iter(tensors.items()), torch.float32, carried)
         config = json.loads((out / "config.json").read_text())
         assert [config[name] for name in TOKEN_IDS] == [[None, [2, 1], None], [None, 2, 0], [None] * 3][number]

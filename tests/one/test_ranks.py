@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longshift.dist.ranks import Ranks, Seed, Started
+from longshift.dist.ranks import RankProcesses, Ranks, Seed
 
 WORK = {
     "leaves": 'print(os.environ["RANK"]); sys.exit(int(os.environ["RANK"]))',
@@ -41,7 +41,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
             begun.append(seeds[-1].start([name, *words], environments, held))
         else:
             command = [sys.executable, "-c", f"import os, sys, time, signal\n{WORK[name]}", *words]
-            begun.append(Started(command, environments, held))
+            begun.append(RankProcesses(command, environments, held))
         return begun[-1]
 
     yield begin

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from longshift.dist.world import LARGE
-from longshift.state import resized
-from longshift.state.resized import Resized
+from longshift.state import resizable
+from longshift.state.resizable import ResizableStorage
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -29,7 +29,7 @@ def flags(tensor: Tensor) -> set[str]:
 
 def test_views_are_valid_whenever_there_is_storage():
     flat = torch.arange(LARGE // 4, dtype=torch.float32)
-    last, memory = flat[-3:], Resized(flat)
+    last, memory = flat[-3:], ResizableStorage(flat)
     memory.hold()
     assert last.tolist() == [LARGE // 4 - 3, LARGE // 4 - 2, LARGE // 4 - 1]
     for value in (1.0, 2.0):
@@ -42,11 +42,11 @@ def test_views_are_valid_whenever_there_is_storage():
 
 def test_large_storage_asks_for_large_pages_each_time_that_it_comes(monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(resized, "in_large_pages", lambda address, size: asked.append((address, size)))
+    monkeypatch.setattr(resizable, "in_large_pages", lambda address, size: asked.append((address, size)))
     large, small = torch.empty(LARGE // 4), torch.empty(LARGE // 4 - 1)
     for count in (1, 2):
         for flat in (large, small):
-            memory = Resized(flat)
+            memory = ResizableStorage(flat)
             memory.drop()
             memory.hold()
             memory.hold()
@@ -59,5 +59,5 @@ def test_the_kernel_gives_large_pages_to_what_asks():
     """The memory is mapped here: what the C library gives may lie in a heap that has large pages already."""
     mapped = torch.frombuffer(mmap.mmap(-1, LARGE), dtype=torch.uint8)
     assert "hg" not in flags(mapped)
-    resized.in_large_pages(mapped.data_ptr() + 1000, LARGE - 1000)
+    resizable.in_large_pages(mapped.data_ptr() + 1000, LARGE - 1000)
     assert "hg" in flags(mapped)

@@ -7,7 +7,7 @@ import pytest
 
 from longshift.cluster import files
 from longshift.cluster.cluster import Calibration, Cluster
-from longshift.cluster.named import cluster as named
+from longshift.cluster.names import cluster as named
 from longshift.cluster.network import collective_s
 from longshift.command_results import PlannedWay
 from longshift.config import Config
@@ -17,7 +17,7 @@ from longshift.forecast import RunForecast, on_cluster
 from longshift.simulate.calibrate import BAND, ERROR, MOST, band_of_errors, by_steps
 from longshift.simulate.rates import rates
 from longshift.trainer.auto_plan import other_ranks, plan, task_of
-from longshift.workload.given import Lengths
+from longshift.workload.length_file import Lengths
 
 LENGTHS = ((300, 900, 1500, 400) * 6, (2000,) * 9, (64, 128, 200, 32) * 40, (1000, 50, 70, 2000) * 5)
 CONFIG = """

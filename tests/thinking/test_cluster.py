@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.cluster import files, named, network
+from longshift.cluster import files, names, network
 from longshift.cluster.cluster import Backend, Cluster, Device, Heads, Link, attention_flops
 from longshift.cluster.curves import Curve, SampledSizes, monotone
 from longshift.errors import UsageError
@@ -250,7 +250,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
     files.save(small, file)
     assert files.load(file) == small
     assert files.load(file, small.facts) == small
-    assert named.cluster(str(file)) == small
+    assert names.cluster(str(file)) == small
     assert [path.name for path in file.parent.iterdir()] == ["small.json"]
 
 
@@ -336,7 +336,7 @@ def test_presets_are_those_the_project_promises():
     ],
 )
 def test_a_cluster_is_named_by_count_and_device(text, shape):
-    made = named.cluster(text)
+    made = names.cluster(text)
     assert (made.nodes, made.devices_per_node) == shape
     assert made.devices == shape[0] * shape[1]
 
@@ -359,18 +359,18 @@ def test_a_cluster_is_named_by_count_and_device(text, shape):
 )
 def test_a_cluster_that_cannot_be_is_refused(text, reason):
     with pytest.raises(UsageError, match=reason):
-        named.cluster(text)
+        names.cluster(text)
 
 
 def test_a_fabric_is_shared_by_the_devices_of_a_node():
     preset = files.preset("h100")
-    made = named.cluster("64xH100", "100G")
+    made = names.cluster("64xH100", "100G")
     assert made.links["network"].bytes_per_s == 100e9 / 8 / 8
     assert made.links["network"].latency_s == preset.links["network"].latency_s
     assert made.links["node"] == preset.links["node"]
     assert "100G a node" in made.sources["links.network.bytes_per_s"]
-    assert named.cluster("2x4xH100", "1.6t").links["network"].bytes_per_s == 1.6e12 / 8 / 4
-    slow, fast = (network.collective_s(named.cluster("2x8xH100", text), "all_reduce", 1e9, 16, 8) for text in ("100G", "3.2T"))
+    assert names.cluster("2x4xH100", "1.6t").links["network"].bytes_per_s == 1.6e12 / 8 / 4
+    slow, fast = (network.collective_s(names.cluster("2x8xH100", text), "all_reduce", 1e9, 16, 8) for text in ("100G", "3.2T"))
     assert slow > 10 * fast
 
 
@@ -389,7 +389,7 @@ def test_cpu_ranks_take_longer_where_they_want_more_cores_than_there_are():
 @pytest.mark.parametrize("text", ["100", "G", "100M", "0G", "-1G", "100 GB/s", "nanG", ""])
 def test_a_fabric_that_cannot_be_is_refused(text):
     with pytest.raises(UsageError, match="bits a second of a node's network cards together, as in 400G"):
-        named.cluster("64xH100", text)
+        names.cluster("64xH100", text)
 
 
 def test_a_profile_is_named_by_its_file(tmp_path, monkeypatch):
@@ -397,10 +397,10 @@ def test_a_profile_is_named_by_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("here.json", "here", "h100"):
         files.save(small, tmp_path / name)
-    assert named.cluster("here.json") == named.cluster("here") == named.cluster("./h100") == small
-    assert named.cluster("h100") == files.preset("h100")
+    assert names.cluster("here.json") == names.cluster("here") == names.cluster("./h100") == small
+    assert names.cluster("h100") == files.preset("h100")
     with pytest.raises(UsageError, match=r"a profile says its own nodes and devices; write here\.json"):
-        named.cluster("2xhere.json")
+        names.cluster("2xhere.json")
     (tmp_path / "here.json").write_text("{}")
     with pytest.raises(UsageError, match="is not a profile"):
-        named.cluster("here.json")
+        names.cluster("here.json")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshift.errors import DataError, UsageError
-from longshift.workload.given import Lengths, read_lengths
+from longshift.workload.length_file import Lengths, read_lengths
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "lengths"
 

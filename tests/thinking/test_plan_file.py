@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.config import Config
 from longshift.forecast import layout_text
 from longshift.layout.home_tiers import HomeTiers
 from longshift.trainer.auto_plan import resolve_layout
 from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.resumed import going_on, named
+from longshift.trainer.resume_config import name_changes, resume_config
 from longshift.trainer.run_folder import RunFolder
-from longshift.workload.given import Lengths
 from longshift.workload.groups import parse_edges
+from longshift.workload.length_file import Lengths
 
 FACTS = {"tried": [{"seconds": 2.0}, {"seconds": 2.02}, {"seconds": 2.04}]}
 THREE = PlanFile("auto", ("dp2", "tp2", "pp2"), FACTS)
@@ -61,12 +61,12 @@ def test_a_chosen_home_is_kept_with_the_layouts(tmp_path: Path):
     folder.config.write_text(found.to_yaml())
     for overrides in ([], ["home=auto"], ["home.at=auto"]):
         said.clear()
-        on = going_on(auto, Path("run.yaml"), overrides, said.append)
+        on = resume_config(auto, Path("run.yaml"), overrides, said.append)
         assert (on.home, on.layout, said) == (auto.home, auto.layout, [])
         again, file_again = ask(on)
         assert (file_again, again.home, again.layout) == (file, found.home, found.layout)
-    assert named(auto, said.append) == []
-    moved = going_on(auto, Path("run.yaml"), ["home=device"], said.append)
+    assert name_changes(auto, said.append) == []
+    moved = resume_config(auto, Path("run.yaml"), ["home=device"], said.append)
     assert moved.home.at == HomeTiers("device")
     by_hand, file = ask(given)
     assert (file.home, by_hand.home.moments) == (None, "float32")

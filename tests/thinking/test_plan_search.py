@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from longshift.cluster.cluster import Disk
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.errors import UsageError
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
@@ -39,8 +39,8 @@ from longshift.switch.links import assumed
 from longshift.switch.options import SwitchOptions
 from longshift.trainer.auto_plan import plan
 from longshift.weigh.needs import StepShape, largest_need, memory_needs
-from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
+from longshift.workload.length_file import Lengths
 
 ODD = ModelSpec("llama", 1009, 64, 5, 6, 3, 16, 176, 1 << 16, rope=Rope())
 SMALL = ModelSpec("llama", 32000, 1024, 8, 16, 4, 64, 2816, 1 << 17, rope=Rope())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longshift.cluster import files
 from longshift.cluster.curves import Curve, SampledSizes
-from longshift.cluster.named import cluster as named
+from longshift.cluster.names import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
 from longshift.planner.candidates import Candidates
@@ -19,7 +19,7 @@ from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
 from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _record_traffic
 from longshift.simulate.cost import Cost, habits
-from longshift.simulate.lanes import Begin, End, Timed, part, play
+from longshift.simulate.lanes import Begin, End, TimedWork, part, play
 from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families
 from longshift.spec.formats import Wire, formats_of
@@ -31,7 +31,7 @@ from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 
 
-def ends(pieces: list[Timed]) -> dict:
+def ends(pieces: list[TimedWork]) -> dict:
     return {(piece.rank, piece.key): piece.end for piece in pieces}
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.cluster import files, named, network
+from longshift.cluster import files, names, network
 from longshift.cluster.cluster import SHARES, Cluster, Heads, Link, Operation
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.network import Fabric
@@ -50,7 +50,7 @@ from correction import Correction, calibrate  # noqa: E402
 
 PUBLISHED = ROOT / "benchmarks" / "published.py"
 SPEC = preset("llama-3-8b")
-COST = Cost(SPEC, rates(named.cluster("64xh100")))
+COST = Cost(SPEC, rates(names.cluster("64xh100")))
 FORMULAS = FormulaCost(Sizes.of(SPEC), COST.rates)  # of another trainer
 ONE = {"tp": 1, "ulysses": 1, "ring": 1, "dp": 1, "pp": 1, "virtual": 1, "zero": 0, "recompute": 0, "micros": 8}
 ONE |= {"tokens": 8192, "pairs": 8192**2 / 2}
@@ -102,7 +102,7 @@ def test_simulate_a_measured_network_carries_what_its_constants_say(operation: O
         for level, ranks in axes.items()
     }
     links = {"node": Link(1e9, 0.0), "network": Link(1e8, 0.0)}
-    measured = replace(named.cluster("2x8xh100"), devices_per_node=4, links=links, shares=dict.fromkeys(SHARES, 1.0), curves=curves)
+    measured = replace(names.cluster("2x8xh100"), devices_per_node=4, links=links, shares=dict.fromkeys(SHARES, 1.0), curves=curves)
     for ranks, per_node in ((8, 4), (4, 2), (2, 1), (4, 4), (2, 2)):
         for size in (1e5, 1e7):
             group = operation, size, ranks, per_node
@@ -117,7 +117,7 @@ def curve_over_bytes(ranks: int, seconds: float) -> Curve:
 
 def test_simulate_groups_with_several_ranks_on_each_node_are_what_was_measured_of_such():
     curves = {"all_gather node": curve_over_bytes(2, 1.0), "all_gather network": curve_over_bytes(2, 10.0)}
-    measured = replace(named.cluster("2x4xh100"), curves={**curves, "all_gather network by 4": curve_over_bytes(8, 7.0)})
+    measured = replace(names.cluster("2x4xh100"), curves={**curves, "all_gather network by 4": curve_over_bytes(8, 7.0)})
 
     def seconds(size_bytes, ranks, per_node) -> list[float]:
         return np.asarray(network.collective_s(measured, "all_gather", size_bytes, ranks, per_node)).ravel().tolist()
@@ -254,7 +254,7 @@ EIGHT += [(SPEC.width, SPEC.ffn // 2)] * 2 + [(SPEC.ffn // 2, SPEC.width)]
 def test_simulate_rounding_to_eight_bits_is_memory_traffic():
     """Of a block, forward what each weight takes and the weight, backward the gradient of what it gives and the weight. Each element of
     these is read for the largest magnitude of its block, divided, cast, copied and multiplied."""
-    machine = named.cluster("64xa100-80")
+    machine = names.cluster("64xa100-80")
     plain, eight = (Cost(SPEC, rates(machine, name), habits(False, name, machine.device)) for name in ("bf16", "float8"))
     mesh, tokens = Mesh(2, 1, 1), 4096
     for way, elements in (
@@ -272,7 +272,7 @@ def test_simulate_rounding_to_eight_bits_is_memory_traffic():
 
 def test_simulate_codes_of_eight_bits_are_multiplied_faster_where_a_device_does():
     """By hand, of a block as above."""
-    machine, mesh, tokens = named.cluster("64xh100"), Mesh(2, 1, 1), 4096
+    machine, mesh, tokens = names.cluster("64xh100"), Mesh(2, 1, 1), 4096
     plain, eight = (Cost(SPEC, rates(machine, name), habits(False, name, machine.device)) for name in ("bf16", "float8"))
     matmuls_s = sum(float(plain.rates.matmul_s(tokens, k, n)) for k, n in EIGHT)
     coded_s = float(plain.rates.elementwise_s(2 * CODED * sum(tokens * k + k * n for k, n in EIGHT)))
@@ -290,7 +290,7 @@ def attention_s(cost: Cost, tokens: float, pairs: float, backward: bool) -> floa
 
 def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel():
     """tokens and pairs; the length that documents have then, where some of each is left to the other kernel."""
-    machine = named.cluster("64xh100")
+    machine = names.cluster("64xh100")
     own = Cost(SPEC, rates(machine), habits(False, "bf16", machine.device))
     whole = (65536, 2**31), (8192, 8192**2 * 2), (2048, 2**21)
     cut = (65536, 2**30, 32768), (65535, 65535**2 / 2, 65535), (65536, 65536 * LONG / 2, LONG)
@@ -301,7 +301,7 @@ def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel
             left = EVEN / lengths[0] if lengths else 0.0
             expected = 1.0 if (tokens, pairs) in other else REST * left + (1 - left) / gain
             assert found_s / slow_s == pytest.approx(expected)
-    assert habits(False, "bf16", named.cluster("a100-80").device).cudnn == habits(False, "float32", machine.device).cudnn == 0
+    assert habits(False, "bf16", names.cluster("a100-80").device).cudnn == habits(False, "float32", machine.device).cudnn == 0
 
 
 def test_simulate_operations_of_a_program_add_up_to_the_rate_card():
@@ -423,7 +423,7 @@ def test_simulate_scalar_is_vector(many):
 
 @given(LAYOUTS, st.sampled_from(["device.memory_bytes_per_s", "flops", "node", "network"]), st.floats(1.0, 4.0))
 def test_simulate_faster_is_never_slower(layout, what, factor):
-    slow = named.cluster("64xh100")
+    slow = names.cluster("64xh100")
     device, links = slow.device, dict(slow.links)
     if what == "flops":
         device = replace(device, flops_per_s={name: value * factor for name, value in device.flops_per_s.items()})
@@ -544,7 +544,7 @@ def test_simulate_constants_are_named_and_fitted():
 def test_simulate_asks_for_positive_sizes_where_meshes_have_other_kinds_of_matmuls(monkeypatch: pytest.MonkeyPatch):
     """On two of four ranks matmuls of a block of tiny-llama are alike that are not on others: measured curves refuse a size of none."""
     spec, asked = preset("tiny-llama"), []
-    cost = Cost(spec, replace(rates(named.cluster("64xh100")), core_shares=(1.0, 1.0)))
+    cost = Cost(spec, replace(rates(names.cluster("64xh100")), core_shares=(1.0, 1.0)))
     matmul_s = Rates.matmul_s
     monkeypatch.setattr(Rates, "matmul_s", lambda self, *sides: (asked.append(min(map(np.min, sides))), matmul_s(self, *sides))[1])
     meshes = Mesh.of(layouts.enumerate_layouts(spec, 4).candidates)

@@ -12,17 +12,17 @@ import pytest
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import save
 from longshift.cluster.host import host_facts, profile_of_host
-from longshift.cluster.named import cluster
+from longshift.cluster.names import cluster
 from longshift.switch.links import Links, agreed, assumed, links_of
-from longshift.switch.placed import placed
 from longshift.switch.plan import switch_plan
 from longshift.switch.planners import deal
+from longshift.switch.spread import spread_weights
 from longshift.switch.traffic import traffic
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from switch_cases import LINKS, MODELS, PLANNERS, PUBLISHED, Measured, Published, measure  # noqa: E402  # pyright: ignore[reportMissingImports]
+from switch_cases import LINKS, MODELS, PLANNERS, PUBLISHED, Published, StepMeasurement, measure  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 RELATIVE = 0.03  # of a published number, beside half its last digit
 
@@ -53,13 +53,13 @@ def sends_allow(case: Published) -> bool:
     return (case.src, case.dst) != ((2, 8, 2), (1, 16, 2))
 
 
-def received_bound(found: Measured) -> float:
+def received_bound(found: StepMeasurement) -> float:
     pairs, node = found.plan.bytes_by_pair, np.arange(found.plan.world) // LINKS.per_node
     near = node[:, None] == node
     return max((pairs * near).sum(0).max() / LINKS.intra_bytes_s, (pairs * ~near).sum(0).max() / LINKS.inter_bytes_s)
 
 
-def least_between(found: Measured) -> int:
+def least_between(found: StepMeasurement) -> int:
     """Bytes that some rank of a node wants and none of it has, over the nodes."""
     total = 0
     for w in found.plan.weights:
@@ -135,12 +135,14 @@ def test_the_profile_of_this_machine_is_found_without_torch(tmp_path) -> None:
 
 def test_traffic_adds_up() -> None:
     src, dst = PUBLISHED[0].layouts
-    plan = switch_plan(placed(MODELS["7B"], src, "copies"), placed(MODELS["7B"], dst, "copies"), LINKS, 2, "fan_out", 2**28)
+    plan = switch_plan(spread_weights(MODELS["7B"], src, "copies"), spread_weights(MODELS["7B"], dst, "copies"), LINKS, 2, "fan_out", 2**28)
     found = traffic(plan)
     assert sum(map(sum, found.by_node)) == plan.bytes_by_pair.sum() == found.intra_node_bytes + found.inter_node_bytes
     assert found.inter_node_bytes == sum(found.by_node[i][j] for i in range(4) for j in range(4) if i != j)
     slow = Links(8, 300e9, 25e9, latency_s=0.001)
-    late = traffic(switch_plan(placed(MODELS["7B"], src, "copies"), placed(MODELS["7B"], dst, "copies"), slow, 2, "fan_out", 2**28))
+    late = traffic(
+        switch_plan(spread_weights(MODELS["7B"], src, "copies"), spread_weights(MODELS["7B"], dst, "copies"), slow, 2, "fan_out", 2**28)
+    )
     assert found.bound_s <= found.overlapped_s <= found.in_order_s <= plan.rounds * found.overlapped_s
     played = round((late.in_order_s - found.in_order_s) / 0.001)
     assert plan.buckets <= played <= plan.buckets * plan.rounds

@@ -18,8 +18,8 @@ from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
 from longshift.switch.options import SwitchOptions
-from longshift.switch.placed import Placed, Spread, placed, plainest, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.spread import BoxesByWeight, Spread, plainest, spread_weights, together, turn_about
 from longshift.switch.traffic import least_s, traffic
 from longshift.workload.groups import Edge
 
@@ -39,7 +39,7 @@ def legal_layouts() -> list[Layout]:
 
 
 LAYOUTS = legal_layouts()
-PLACED = {(layout, side): placed(SPEC, layout, side) for layout in LAYOUTS for side in ("copies", "home", "rows")}
+PLACED = {(layout, side): spread_weights(SPEC, layout, side) for layout in LAYOUTS for side in ("copies", "home", "rows")}
 NAMES = {role: [p.name for p in SPEC.params if p.role == role] for role in ROLES}
 
 layouts = st.sampled_from(LAYOUTS)
@@ -47,17 +47,17 @@ links = st.sampled_from(LINKS)
 planners = st.sampled_from(PLANNERS)
 
 
-def some(side: Placed, names: list[str]) -> dict[str, Spread]:
+def some(side: BoxesByWeight, names: list[str]) -> dict[str, Spread]:
     return {name: side[name] for name in names}
 
 
-def held_under(old: Layout, older: Layout, kind: str, names: list[str]) -> Placed:
+def held_under(old: Layout, older: Layout, kind: str, names: list[str]) -> BoxesByWeight:
     """What is there when the next layout takes over: copies, home, or home and the copies of a layout before."""
     home = some(PLACED[old, "home"], names)
     return {"copies": some(PLACED[old, "copies"], names), "home": home}.get(kind) or together(home, some(PLACED[older, "copies"], names))
 
 
-def check_slices(p: Plan, held: Placed, wanted: Placed) -> None:
+def check_slices(p: Plan, held: BoxesByWeight, wanted: BoxesByWeight) -> None:
     """Slices tile what is wanted, and lie wholly inside or outside every box; `has` and `wants` are the boxes' ranks."""
     for w in p.weights:
         start, stop = (np.array([getattr(box, side) for box in w.slices.boxes]) for side in ("start", "stop"))
@@ -171,9 +171,9 @@ def test_slices_that_others_cut_finer_travel_as_one_box() -> None:
     many as there are rows."""
     spec = ModelSpec("llama", 64, 64, 1, 8, 8, 8, 64, 16)
     rows, old, new = (
-        placed(spec, Layout(dp=8, tp=2), "rows"),
-        placed(spec, Layout(dp=8, tp=2), "copies"),
-        placed(spec, Layout(dp=4, tp=4), "copies"),
+        spread_weights(spec, Layout(dp=8, tp=2), "rows"),
+        spread_weights(spec, Layout(dp=8, tp=2), "copies"),
+        spread_weights(spec, Layout(dp=4, tp=4), "copies"),
     )
     p = switch_plan(together(rows, old), new, Links(8, 8.0, 1.0), 2)
     for rank in (0, 15):
@@ -186,7 +186,7 @@ def test_slices_that_others_cut_finer_travel_as_one_box() -> None:
 # Played as an executor would, with values
 
 
-def arrays(boxes: Placed, world: int, value) -> list[dict[tuple[str, Box], np.ndarray]]:
+def arrays(boxes: BoxesByWeight, world: int, value) -> list[dict[tuple[str, Box], np.ndarray]]:
     """By rank, the boxes of a side, filled by `value(name, box, rank)`."""
     found: list[dict[tuple[str, Box], np.ndarray]] = [{} for _ in range(world)]
     for name, spread in boxes.items():
@@ -350,7 +350,7 @@ def test_every_rank_finds_the_same_plan(old, new, planner, link, bucket) -> None
     world = max(old.world, new.world)
 
     def made() -> Plan:
-        a, b = (placed(SPEC, layout, "copies") for layout in (old, new))
+        a, b = (spread_weights(SPEC, layout, "copies") for layout in (old, new))
         return switch_plan(a, b, link, 2, planner, bucket)
 
     first, second = made(), made()
@@ -359,7 +359,7 @@ def test_every_rank_finds_the_same_plan(old, new, planner, link, bucket) -> None
 
 
 def test_the_digest_sees_every_difference() -> None:
-    a, b, c = (placed(SPEC, Layout.parse(text), "copies") for text in ("pp2.tp2", "dp2.tp2", "dp4"))
+    a, b, c = (spread_weights(SPEC, Layout.parse(text), "copies") for text in ("pp2.tp2", "dp2.tp2", "dp4"))
     one = switch_plan(a, b, Links(2, 1, 1), 2)
     at = next(i for i, w in enumerate(one.weights) if len(w.moves))
     other = replace(one.weights[at].moves, source=one.weights[at].moves.source + 1)
@@ -378,7 +378,7 @@ def test_the_digest_sees_every_difference() -> None:
 
 @pytest.mark.parametrize(("old", "new"), [("dp4", "u4"), ("dp4", "ring2.u2"), ("dp2.tp2", "ring2.tp2"), ("pp2.dp2", "pp2.u2")])
 def test_only_the_sequence_axes_change_and_nothing_moves(old, new) -> None:
-    p = switch_plan(placed(SPEC, Layout.parse(old), "copies"), placed(SPEC, Layout.parse(new), "copies"), Links(2, 1, 1), 2)
+    p = switch_plan(spread_weights(SPEC, Layout.parse(old), "copies"), spread_weights(SPEC, Layout.parse(new), "copies"), Links(2, 1, 1), 2)
     assert p.bytes_by_pair.sum() == 0
     assert p.buffer_bytes == 0
 
@@ -388,7 +388,7 @@ def test_only_the_sequence_axes_change_and_nothing_moves(old, new) -> None:
 def test_weights_lie_where_the_plainest_layout_puts_them(layout, words) -> None:
     other = Layout.parse(f"{layout}{words if layout.pp == 1 or words != '.vertical' else ''}")
     for side in ("copies", "rows"):
-        ours, plain = placed(SPEC, other, side), placed(SPEC, plainest(other), side)
+        ours, plain = spread_weights(SPEC, other, side), spread_weights(SPEC, plainest(other), side)
         assert [(name, spread.boxes) for name, spread in ours.items()] == [(name, spread.boxes) for name, spread in plain.items()]
 
 
@@ -418,7 +418,7 @@ def test_what_nobody_holds_is_refused() -> None:
 
 
 def test_a_bucket_for_less_than_an_element_is_refused() -> None:
-    a, b = placed(SPEC, Layout(tp=4), "copies"), placed(SPEC, Layout(dp=4), "copies")
+    a, b = spread_weights(SPEC, Layout(tp=4), "copies"), spread_weights(SPEC, Layout(dp=4), "copies")
     with pytest.raises(UsageError, match="at least 6"):
         switch_plan(a, b, Links(4, 1, 1), 2, bucket_bytes=5)
     assert switch_plan(a, b, Links(4, 1, 1), 2, bucket_bytes=6).buffer_bytes <= 12
@@ -435,7 +435,7 @@ def test_a_rank_takes_from_itself_then_from_the_first_holder() -> None:
 def test_weights_of_different_stages_come_turn_about() -> None:
     """The switch of four stages to four replicas in small buckets: in the model's order one stage sends at a time."""
     spec = ModelSpec("llama", 64, 32, 16, 4, 4, 8, 64, 16)
-    old, new = placed(spec, Layout(pp=4), "copies"), placed(spec, Layout(dp=4), "copies")
+    old, new = spread_weights(spec, Layout(pp=4), "copies"), spread_weights(spec, Layout(dp=4), "copies")
     link = Links(4, 1e9, 1e9)
     assert sorted(turn_about(old, new)) == sorted(new)
     plain, mixed = (traffic(switch_plan(old, side, link, 2, "fan_out", 50_000)) for side in (new, turn_about(old, new)))

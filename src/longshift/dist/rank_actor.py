@@ -18,7 +18,7 @@ from threading import Thread
 from typing import NamedTuple
 
 from longshift.cluster.host import core_count
-from longshift.dist.ranks import Started
+from longshift.dist.ranks import RankProcesses
 from longshift.errors import UsageError
 
 # To read what a rank that has ended has printed: a process that it started may hold its streams
@@ -40,7 +40,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self._lines = SimpleQueue[tuple[str, bool]]()
-        self._rank: Started | None = None
+        self._rank: RankProcesses | None = None
         self._readers: list[Thread] = []
 
     def free_port(self) -> int:
@@ -69,7 +69,7 @@ class RankActor:
                 **environment,
                 "LONGSHIFT_PARENT": str(os.getpid()),
             }
-            self._rank = Started(
+            self._rank = RankProcesses(
                 command,
                 [place],
                 held=True,

@@ -64,7 +64,7 @@ class Ranks(ABC):
                 self.wait(left_s)
 
 
-class Started(Ranks):
+class RankProcesses(Ranks):
     """A process for each rank, started by `command`, in sessions of their own. `environments`: what
     each finds beside this process's; `held`: whether they find SIGINT blocked; `folder`: where they
     start, `stdout` and `stderr`: open files for what they print, if not those of this process."""
@@ -144,7 +144,7 @@ class Seed:
     def start(
         self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], held: bool
     ) -> Ranks:
-        """A process for each rank, of which `Started` says what it finds. A seed starts ranks
+        """A process for each rank, of which `RankProcesses` says what it finds. A seed starts ranks
         once."""
         order = {
             "arguments": list(arguments),
@@ -153,7 +153,7 @@ class Seed:
         }
         with suppress(BrokenPipeError):  # it has ended: so have its ranks
             os.write(self._orders, json.dumps(order).encode() + b"\n")
-        return _Forked(self._events, len(environments))
+        return _ForkedRanks(self._events, len(environments))
 
     def close(self) -> None:
         """End it, and ranks that it has started."""
@@ -167,7 +167,7 @@ class Seed:
             os.close(self._events)
 
 
-class _Forked(Ranks):
+class _ForkedRanks(Ranks):
     """Ranks that a seed has started, of which it tells by a pipe. Where it has ended itself, its
     ranks were killed."""
 

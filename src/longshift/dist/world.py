@@ -28,7 +28,7 @@ from longshift.cluster.host import core_count
 from longshift.dist.collectives import Group
 from longshift.dist.launcher import place
 from longshift.dist.parent import end_with_parent
-from longshift.dist.sealed import SealedStore
+from longshift.dist.sealed_store import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)

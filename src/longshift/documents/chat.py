@@ -19,7 +19,7 @@ from typing import Any
 
 from longshift.config_parts import Learn
 from longshift.documents.record_notes import RecordNotes
-from longshift.documents.template import Chat, Rendered, UnsoundTemplate, check_unmarked
+from longshift.documents.template import Chat, RenderedConversation, UnsoundTemplate, check_unmarked
 from longshift.documents.template_process import TemplateProcess
 from longshift.errors import did_you_mean
 
@@ -54,7 +54,7 @@ def conversation(
     learn: Learn,
     day: float,
     notes: RecordNotes,
-) -> Rendered:
+) -> RenderedConversation:
     """The document of a list of messages. `extra`: fields of `OPTIONAL` by name.
     Raises BadRecord."""
     chat = _chat(_messages(messages), extra, day)
@@ -71,7 +71,7 @@ def completed(
     learn: Learn,
     day: float,
     notes: RecordNotes,
-) -> Rendered:
+) -> RenderedConversation:
     """The document of a prompt and its completion, both text or both messages; the completion is
     learned. Raises BadRecord."""
     # 1. Text needs no template.
@@ -80,7 +80,7 @@ def completed(
             raise BadRecord("the completion is empty, so there is nothing to learn")
         notes.add_unread(extra)
         start = 0 if learn == "all" else len(prompt)
-        return Rendered(prompt + completion, ((start, len(prompt) + len(completion)),))
+        return RenderedConversation(prompt + completion, ((start, len(prompt) + len(completion)),))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise BadRecord(
             "prompt and completion are both text or both lists of messages, not"
@@ -154,7 +154,9 @@ def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
     return next((bool(value) for value in flags.values()), None)
 
 
-def _render(template: TemplateProcess, chat: Chat, learn: Learn, notes: RecordNotes) -> Rendered:
+def _render(
+    template: TemplateProcess, chat: Chat, learn: Learn, notes: RecordNotes
+) -> RenderedConversation:
     """Render a conversation, and note what no token shows of it. Raises BadRecord."""
     # Only turns of the assistant can be chosen by message: others are learned with learn: all, and
     # never without.

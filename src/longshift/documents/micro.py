@@ -126,10 +126,10 @@ def micro_batch(
 ) -> MicroBatch:
     """This rank's share of a pack on the device, with the angles of its positions."""
     rank_share = share(documents or [_padding_document()], layout, rank)
-    return placed(spec, rank_share, layout, rank, dtype, device)
+    return place_pack(spec, rank_share, layout, rank, dtype, device)
 
 
-def placed(
+def place_pack(
     spec: ModelSpec,
     share: Share,
     layout: Layout,
@@ -179,7 +179,8 @@ class ChunkedPack:
         self.dtype = dtype
         self.chunks = pack.chunks
         self.micros = [
-            placed(spec, share, layout, rank, dtype, device, angles=False) for share in pack.shares
+            place_pack(spec, share, layout, rank, dtype, device, angles=False)
+            for share in pack.shares
         ]
 
     def __len__(self) -> int:

@@ -76,7 +76,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedFile:
     """A file that holds no document, and why."""
 
     where: str
@@ -123,7 +123,7 @@ def files(source: Source) -> tuple[File, ...]:
 
 def read(
     file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None
-) -> Iterator[Text | TokenIds | Skipped]:
+) -> Iterator[Text | TokenIds | SkippedFile]:
     """The documents of a file, in its order; `template` is for conversations.
 
     Counts in `notes` what no token shows. Raises DataError at the first document that is bad:
@@ -294,12 +294,12 @@ def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
     yield Text(text, file.path)
 
 
-def _read_python(file: File) -> Iterator[Text | Skipped]:
+def _read_python(file: File) -> Iterator[Text | SkippedFile]:
     data = Path(file.path).read_bytes()
     try:
-        yield Text(data.decode(), file.path) if data else Skipped(file.path, "empty")
+        yield Text(data.decode(), file.path) if data else SkippedFile(file.path, "empty")
     except UnicodeDecodeError:
-        yield Skipped(file.path, "not UTF-8")
+        yield SkippedFile(file.path, "not UTF-8")
 
 
 def _read_function(

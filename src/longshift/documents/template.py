@@ -60,7 +60,7 @@ class Chat(NamedTuple):
     learned: Sequence[bool | None] = ()
 
 
-class Rendered(NamedTuple):
+class RenderedConversation(NamedTuple):
     """A conversation as text; `learned`: the characters that are targets, ascending."""
 
     text: str
@@ -86,7 +86,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[_Marked, "jinja2.ext.loopcontrols"],
+            extensions=[_MarkedExtension, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -110,7 +110,7 @@ class ChatTemplate:
         """The text of a conversation. Raises UnsoundTemplate for what the template refuses."""
         return _unmarked(self._write(chat))[0]
 
-    def render(self, chat: Chat, learn: "Learn") -> Rendered:
+    def render(self, chat: Chat, learn: "Learn") -> RenderedConversation:
         """The conversation, and what of it is learned, without the turns that the record excludes.
 
         `learn`: all that the assistant says, its last turn, or everything.
@@ -122,9 +122,9 @@ class ChatTemplate:
         excluded = {number for number in turns if chat.learned and chat.learned[number] is False}
         text, marks = _unmarked(self._write(chat))
         if learn == "all" and not excluded:
-            return Rendered(text, ((0, len(text)),))
+            return RenderedConversation(text, ((0, len(text)),))
         if learn == "assistant" and not excluded and marks:
-            return Rendered(text, tuple(marks))
+            return RenderedConversation(text, tuple(marks))
 
         # 1. The spans of each turn that counts.
         if learn == "last":
@@ -141,7 +141,7 @@ class ChatTemplate:
         # 2. What is learned: these, or the rest of the text.
         if learn == "all":
             excluded_spans = sorted(span for number in excluded for span in spans[number])
-            return Rendered(text, _between(excluded_spans, len(text)))
+            return RenderedConversation(text, _between(excluded_spans, len(text)))
         learned = list[Span]()
         for number in selected:
             if number in excluded:
@@ -152,7 +152,7 @@ class ChatTemplate:
                     " assistant"
                 )
             learned += spans[number]
-        return Rendered(text, tuple(learned))
+        return RenderedConversation(text, tuple(learned))
 
     def turn_end(self) -> str | None:
         """The special token that ends what is learned of a turn; None where none does, or the
@@ -366,7 +366,7 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
     return "".join(plain), spans
 
 
-class _Marked(Extension):
+class _MarkedExtension(Extension):
     """`{% generation %} ... {% endgeneration %}`, as in `transformers`."""
 
     tags = {"generation"}  # noqa: RUF012

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from longshift.dist.parent import end_with_parent
-from longshift.documents.template import Chat, ChatTemplate, Rendered, UnsoundTemplate
+from longshift.documents.template import Chat, ChatTemplate, RenderedConversation, UnsoundTemplate
 from longshift.errors import DataError
 
 if TYPE_CHECKING:  # the process of a template starts quickly
@@ -69,11 +69,11 @@ class TemplateProcess:
         or too much memory."""
         return self._call("write", chat)
 
-    def render(self, chat: Chat, learn: "Learn") -> Rendered:
+    def render(self, chat: Chat, learn: "Learn") -> RenderedConversation:
         """`ChatTemplate.render`. Raises UnsoundTemplate, also where it takes too long
         or too much memory."""
         text, learned = self._call("render", chat, learn)
-        return Rendered(text, tuple((first, last) for first, last in learned))
+        return RenderedConversation(text, tuple((first, last) for first, last in learned))
 
     def turn_end(self) -> str | None:
         """`ChatTemplate.turn_end`; None, too, where it takes too long or too much memory."""

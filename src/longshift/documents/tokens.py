@@ -32,7 +32,7 @@ import numpy as np
 from longshift.config_parts import Source
 from longshift.documents.function_reader import TokenIds
 from longshift.documents.record_notes import RecordNotes
-from longshift.documents.sources import File, Skipped, Text, files, read, unchanged
+from longshift.documents.sources import File, SkippedFile, Text, files, read, unchanged
 from longshift.documents.template import ChatTemplate, read_template
 from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer
@@ -414,7 +414,7 @@ def _texts(
     for file_index, (source, file) in enumerate(inputs):
         characters = 0
         for item in read(file, chat, notes[source]):
-            if isinstance(item, Skipped):
+            if isinstance(item, SkippedFile):
                 skipped.append((item.where, item.why))
             else:
                 characters += _size(item)

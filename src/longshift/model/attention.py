@@ -16,7 +16,7 @@ from torch import Tensor
 from longshift.layout.heads import kernel_kv_heads
 from longshift.model.kernel_calls import LONG, banded
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
-from longshift.model.packed import Packed, ends_of
+from longshift.model.packed_attention import PackedKernel, ends_of
 from longshift.schedule.windows import Mask, pieces
 
 
@@ -32,7 +32,7 @@ class Attention:
     again: bool = False
     kept: list[Tensor] | None = None
 
-    def packed(self, lengths: Sequence[int], window: int | None) -> Packed | None:
+    def packed(self, lengths: Sequence[int], window: int | None) -> PackedKernel | None:
         """What computes these documents in one call, where the kernel has it."""
         packed = self.kernel.packed
         return packed if packed and packed.takes(lengths, window) else None
@@ -148,8 +148,8 @@ class Attention:
 class PackedAttention(torch.autograd.Function):
     """Causal attention inside each of the runs that tile the tokens, to the last `window` tokens
     where there is one:
-    apply(q, k, v, lengths, window, attention, ends) -> out [T, N, H]. `ends`: of `model.packed`,
-    made here where a kernel wants them."""
+    apply(q, k, v, lengths, window, attention, ends) -> out [T, N, H]. `ends`: of
+    `model.packed_attention`, made here where a kernel wants them."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

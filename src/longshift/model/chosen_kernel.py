@@ -11,7 +11,7 @@ from torch.utils.benchmark import Timer
 
 from longshift.cluster.cluster import Backend, Heads
 from longshift.errors import UsageError
-from longshift.model import packed
+from longshift.model import packed_attention
 from longshift.model.cut import cut
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import (
@@ -23,7 +23,7 @@ from longshift.model.kernels import (
     reference,
     reference_backward,
 )
-from longshift.model.packed import ends_of
+from longshift.model.packed_attention import ends_of
 
 HEADS = Heads(8, 2, 64)
 TOKENS = 256
@@ -208,7 +208,7 @@ def _packed_form(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch
 
 
 def _is_right(
-    packed_kernel: packed.Packed,
+    packed_kernel: packed_attention.PackedKernel,
     inputs: Sequence[Tensor],
     lengths: Sequence[int],
     window: int | None,
@@ -283,7 +283,7 @@ def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     torch's is 1.2 to 3 times as fast as they."""
     # Packed kernels of GPUs have 16-bit numbers only.
     if device.type != "cpu":
-        packed_flash = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None
+        packed_flash = packed_attention.FLASH if dtype in (torch.float16, torch.bfloat16) else None
         return tuple(replace(kernel, packed=packed_flash) for kernel in (FLASH, LONG_BY_CUDNN))
     features = getattr(torch.cpu, "get_capabilities", dict)()
     if dtype == torch.bfloat16 and features.get("avx512_bf16") and not features.get("amx_bf16"):

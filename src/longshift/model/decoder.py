@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from longshift.model.attention import Attention, PackedAttention, match_heads
 from longshift.model.functions import (
     WRITTEN_OUT,
-    Adapted,
+    AdaptedLinear,
     Add,
     Elementwise,
-    Gated,
+    GatedActivation,
     Linear,
     RmsNorm,
     Rotate,
@@ -49,7 +49,7 @@ class MicroBatch:
     positions: Tensor  # [T']
     rotary: Mapping[Rope, tuple[Tensor, Tensor]]  # cos, sin [T, 1, R]
     order: TokenOrder
-    ends: Tensor  # of `model.packed`: int32 [runs + 1]
+    ends: Tensor  # of `model.packed_attention`: int32 [runs + 1]
 
     @property
     def tokens_here(self) -> int:
@@ -175,7 +175,8 @@ class Unit(nn.Module):
         # 2. A weight with an adapter.
         if (lora_a := getattr(self, role + "_lora_a", None)) is not None:
             lora_b = getattr(self, role + "_lora_b")
-            return Adapted.apply(x, weight, b, lora_a, lora_b, self.spec.lora.scale, self.float8)  # pyright: ignore
+            scale = self.spec.lora.scale  # pyright: ignore
+            return AdaptedLinear.apply(x, weight, b, lora_a, lora_b, scale, self.float8)  # pyright: ignore
 
         # 3. Any other.
         if self.float8:
@@ -336,7 +337,7 @@ class Block(Unit):
         return activate(x, self.spec.activation)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return Gated.apply(gate, up, self.spec.activation, self.by)  # pyright: ignore
+        return GatedActivation.apply(gate, up, self.spec.activation, self.by)  # pyright: ignore
 
 
 class Head(Unit):

@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.layout.blocks import BLOCK, runs
-from longshift.model.compiling import compiled_for, why
+from longshift.model.torch_compile import compiled_for, why
 from longshift.spec.formats import LARGEST, LEAST_SCALE
 
 CODE = torch.float8_e4m3fn

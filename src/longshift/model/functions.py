@@ -172,7 +172,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
         torch.baddbmm(total, left_SRT, right_STI, *wider, beta=beta, out=total)
 
 
-class Adapted(torch.autograd.Function):
+class AdaptedLinear(torch.autograd.Function):
     """apply(x [T, I], weight [O, I], bias [O] or None, a [R, I], b [O, R], scale, float8) -> [T,
     O]: a linear layer that is not trained, with an adapter that is (`spec.adapters`). `float8`:
     whether x W^T and dy W take factors of eight bits."""
@@ -222,7 +222,7 @@ class SoftCap(torch.autograd.Function):
         return (y / ctx.cap).square_().neg_().add_(1).mul_(grad), None
 
 
-class Gated(torch.autograd.Function):
+class GatedActivation(torch.autograd.Function):
     """apply(gate, up, activation, arithmetic) -> activation(gate) * up."""
 
     @staticmethod
@@ -307,8 +307,8 @@ def _weights_grad(
 @dataclass(frozen=True)
 class Elementwise:
     """The arithmetic of these functions: torch's operations as they are written out above, or other
-    callables that take and give the same (`model.compiled`). Tensors of tokens come first among
-    arguments, tokens are their first dim.
+    callables that take and give the same (`model.compiled_functions`). Tensors of tokens come first
+    among arguments, tokens are their first dim.
 
     normed        x, weight, eps -> y, rstd [..., 1]
     normed_grad   grad, x, rstd, weight, whether dw is wanted -> dx, dw

@@ -52,7 +52,7 @@ PEFT = "base_model.model."  # before the names of weights that PEFT stores
 
 
 @dataclass(frozen=True)
-class Carried:
+class FolderExtras:
     """What goes with the weights of a folder.
 
     `files`: by the name that they get.
@@ -229,7 +229,7 @@ def write_folder(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
-    carried: Carried | None = None,
+    carried: FolderExtras | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a model that transformers opens. `tensors` come whole, in the order of the parameter
@@ -257,7 +257,7 @@ def write_adapters(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     base: str,
-    carried: Carried,
+    carried: FolderExtras,
 ) -> None:
     """Write the adapters of a model, which `tensors` are by name, as a folder that PEFT opens
     beside the model folder `base`. Raises CheckpointError as `write_folder` does."""
@@ -354,7 +354,7 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
+def _write_tokenizer(folder: Path, carried: FolderExtras | None) -> dict[str, Any]:
     """Write the files beside the tokenizer; the ids of special tokens as a config.json names
     them."""
     # null, because a family's default ids belong to another tokenizer.

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longshift.model import tiled
-from longshift.model.packed import Packed
+from longshift.model import tiled_attention
+from longshift.model.packed_attention import PackedKernel
 
 aten = torch.ops.aten
 MOST_SCORES = 2**26  # that the definition of attention holds at one time
@@ -47,7 +47,7 @@ class Kernel:
     backward: Backward
     fold: Fold | None = None
     add: Add | None = None
-    packed: Packed | None = None
+    packed: PackedKernel | None = None
     rest: "Kernel | None" = None
     whole: "Kernel | None" = None
     takes: Callable[[Tensor, Tensor, bool], bool] = lambda q, k, causal: True
@@ -337,7 +337,13 @@ def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
 FLASH = Kernel("flash", flash, flash_backward, repeats="asked")
 # For tensors whose device does not tell.
 FLASH_ON_CPU = Kernel("flash", flash_on_cpu, flash_on_cpu_backward)
-TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
+TILED = Kernel(
+    "tiled",
+    tiled_attention.forward,
+    tiled_attention.backward,
+    tiled_attention.fold,
+    tiled_attention.add,
+)
 BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, repeats="never")  # torch asks it for nothing
 

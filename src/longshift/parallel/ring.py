@@ -29,7 +29,7 @@ from longshift.parallel.seams import LayoutOps
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.schedule.sequence import (
     pairs_across as pairs_across,
-)  # step.chunked takes it from here
+)  # step.chunk_runner takes it from here
 
 
 def forward_into(

@@ -21,7 +21,7 @@ import numpy as np
 
 from longshift.planner.group_seconds import GroupLoad
 from longshift.spec.model import ModelSpec
-from longshift.workload.given import Lengths
+from longshift.workload.length_file import Lengths
 
 MAX_EDGES = 64
 MAX_GROUPS = 6  # of an assignment

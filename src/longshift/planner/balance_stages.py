@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
-from longshift.simulate.lanes import Timed
+from longshift.simulate.lanes import TimedWork
 from longshift.spec.model import share
 
 
-def balance_stages(layers: int, layout: Layout, pieces: Sequence[Timed]) -> Layout:
+def balance_stages(layers: int, layout: Layout, pieces: Sequence[TimedWork]) -> Layout:
     """The layout with stages balanced by seconds; unchanged if even stages are as good.
 
     `pieces`: a step's work, of one rank of each stage.
@@ -39,7 +39,7 @@ def balance_stages(layers: int, layout: Layout, pieces: Sequence[Timed]) -> Layo
     return balanced if is_better else layout
 
 
-def seconds_by_unit(pieces: Sequence[Timed]) -> Counter[int]:
+def seconds_by_unit(pieces: Sequence[TimedWork]) -> Counter[int]:
     """Seconds of computing each unit, tensor parallelism and Ulysses included."""
     seconds: Counter[int] = Counter()
     for piece in pieces:

@@ -29,8 +29,8 @@ from longshift.planner.shortlist import (
 )
 from longshift.planner.streaming import streamed_layouts
 from longshift.planner.task import Edges, PlanTask
-from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
+from longshift.workload.length_file import Lengths
 
 # Of a device's memory, that other shortlists may fill: groups together need more than each alone.
 SHARES = (0.9, 0.8)

@@ -17,8 +17,8 @@ from longshift.switch.links import links_of
 from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport
-from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
+from longshift.workload.length_file import Lengths
 
 # Assumed, not measured: bytes of the driver's context and of NCCL's buffers; the share of memory in
 # which an allocator leaves no holes.

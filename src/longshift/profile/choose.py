@@ -32,7 +32,7 @@ DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measu
 FREE_SHARE = 0.8  # of a device's memory: kernels and the allocator need some too
 
 
-def chosen(config: Config, tell: Callable[[str], None]) -> Config:
+def make_choices(config: Config, tell: Callable[[str], None]) -> Config:
     """The config with every `chunk-auto` and `recompute-auto` replaced; `tell`: each choice and
     why. Raises UsageError in a rank, whose peers may be other machines and choose differently."""
     if launched():

@@ -8,7 +8,7 @@ from pathlib import Path
 from longshift.layout.layout import Layout, format_size
 from longshift.reports.page import Series, bars, chart, folded, grid, paragraphs, write_page
 from longshift.reports.run_page import shares_of
-from longshift.trainer.auto_plan import Planned
+from longshift.trainer.auto_plan import PlannedTask
 
 GIB = 2**30
 WORDS = {  # of a layout, before their number
@@ -28,7 +28,7 @@ WORDS = {  # of a layout, before their number
 }
 
 
-def write_html(plan: Planned, file: Path) -> None:
+def write_html(plan: PlannedTask, file: Path) -> None:
     """Write the page. Raises UsageError where the file cannot be written."""
     cluster = plan.task.cluster
     lines = list(plan.lines())
@@ -49,7 +49,7 @@ def in_words(layout: Layout) -> str:
     return ", ".join(meanings)
 
 
-def _choice(plan: Planned) -> Iterator[str]:
+def _choice(plan: PlannedTask) -> Iterator[str]:
     best = plan.choice.best
     if best is None:
         return
@@ -65,7 +65,7 @@ def _choice(plan: Planned) -> Iterator[str]:
         )
 
 
-def _charts(plan: Planned) -> Iterator[str]:
+def _charts(plan: PlannedTask) -> Iterator[str]:
     best = plan.choice.best
     if best is not None:
         rows = plan.groups(best)

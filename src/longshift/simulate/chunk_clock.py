@@ -11,7 +11,7 @@ from longshift.schedule.chunks import LANES, Event, dependencies
 from longshift.schedule.sequence import Run
 from longshift.schedule.unit_events import EventLists, Turn, event_lists
 from longshift.simulate.cost import Cost
-from longshift.simulate.lanes import Begin, End, Timed, play
+from longshift.simulate.lanes import Begin, End, TimedWork, play
 from longshift.simulate.rates import tier_copy_s
 from longshift.weigh.chunk_profile import event_turn
 from longshift.weigh.turn_profile import RankSetup
@@ -126,7 +126,7 @@ class ChunkClock:
         return tier_copy_s(self.cluster, tier, self.layout.world, event.bytes, direction)
 
 
-def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Timed]:
+def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[TimedWork]:
     """The pieces of work of a list by number, on the lanes of `schedule.chunks.LANES`.
 
     Each lane does one thing at a time, in the list's order. An event without a lane takes no time:

@@ -37,7 +37,7 @@ from longshift.program.operations import AWAITED, LANES, Op
 from longshift.program.turns import Visit, visit_of
 from longshift.simulate.chunk_clock import ChunkClock
 from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
-from longshift.simulate.lanes import Begin, End, Timed, play
+from longshift.simulate.lanes import Begin, End, TimedWork, play
 from longshift.simulate.rates import tier_copy_s
 from longshift.spec.formats import Format, arithmetic
 from longshift.switch.traffic import seconds_by_exchange
@@ -84,7 +84,7 @@ class StepTime:
 
     seconds: float
     starts: tuple[float, ...]
-    played: tuple[tuple[Timed, ...], ...] = field(repr=False)
+    played: tuple[tuple[TimedWork, ...], ...] = field(repr=False)
     shares: tuple[float, ...]
 
     def busy_s(self, lane: str) -> float:
@@ -200,7 +200,7 @@ class Clock:
 
     def _play(
         self, layouts: Sequence[Layout], packs_by_visit: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Timed]]:
+    ) -> list[list[TimedWork]]:
         """Play a step. Returns the pieces of work of one rank of each stage, by visit."""
         visits = tuple(
             visit_of(self.spec, layout, packs) for layout, packs in zip(layouts, packs_by_visit)

@@ -44,7 +44,7 @@ class End(NamedTuple):
     key: Hashable
 
 
-class Timed(NamedTuple):
+class TimedWork(NamedTuple):
     """A piece of work as it was played on a rank."""
 
     rank: int
@@ -78,7 +78,7 @@ class _Work:
     version: int = 0
 
 
-def play(lists: Sequence[Sequence[Begin | End]], crowd: float = 0.0) -> list[Timed]:
+def play(lists: Sequence[Sequence[Begin | End]], crowd: float = 0.0) -> list[TimedWork]:
     """All pieces of work with their times, by end. `crowd`: share of its rate that a piece loses
     while others crowd what it uses. Raises ValueError where ranks wait for each other for ever."""
     return _Lanes(lists, crowd).run()
@@ -125,9 +125,9 @@ class _Lanes:
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
         self.under_way = 0  # pieces that are begun and have not ended
-        self.spans: list[Timed] = []
+        self.spans: list[TimedWork] = []
 
-    def run(self) -> list[Timed]:
+    def run(self) -> list[TimedWork]:
         for rank in range(len(self.lists)):
             self._advance(rank)
         while self.heap:
@@ -155,7 +155,7 @@ class _Lanes:
                     start = self.now
                     self.now = start + action.seconds
                     self.ended[number] = True
-                    self.spans.append(Timed(rank, action.lane, action.key, start, self.now))
+                    self.spans.append(TimedWork(rank, action.lane, action.key, start, self.now))
                     index += 1
                 else:
                     self._begin(rank, number, action)
@@ -234,7 +234,9 @@ class _Lanes:
             self.crowding[place] -= 1
         self._share((*work.places, *work.crowds))
         for rank in work.parties:
-            self.spans.append(Timed(rank, work.begin.lane, work.begin.key, work.start, self.now))
+            self.spans.append(
+                TimedWork(rank, work.begin.lane, work.begin.key, work.start, self.now)
+            )
             queue = self.queues[work.queues[rank]]
             queue.popleft()
             if queue:

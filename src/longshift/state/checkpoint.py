@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedBox:
     """Where the values of one box lie."""
 
     path: Path
@@ -73,7 +73,7 @@ class Saved:
     box: Box
 
 
-Index = dict[tuple[str, str], list[Saved]]  # by kind and weight
+Index = dict[tuple[str, str], list[SavedBox]]  # by kind and weight
 
 
 def save(
@@ -89,10 +89,10 @@ def save(
     from `Optimizer.state`, `facts` any JSON. Then the newest `keep` up to this one stay, and that
     of step `best`, which BEST names from then on. Raises CheckpointError, on every rank in the same
     words, when one cannot write; the checkpoints before it, and LATEST, are then untouched."""
-    Unfinished(run, step, facts, world, keep, best).finish(entries)
+    UnfinishedCheckpoint(run, step, facts, world, keep, best).finish(entries)
 
 
-class Unfinished:
+class UnfinishedCheckpoint:
     """A checkpoint that is not one yet: a hidden folder, which `finish` makes the newest
     checkpoint. The arguments are those of `save`. Collective: making it, and `finish`. Mutable."""
 
@@ -412,7 +412,7 @@ def _index(folder: Path, manifest: Manifest) -> Index:
     for file in manifest.files:
         for key in file.tensors:
             kind, name, box = _parse_key(path, key, cache)
-            index.setdefault((kind, name), []).append(Saved(folder / file.name, key, box))
+            index.setdefault((kind, name), []).append(SavedBox(folder / file.name, key, box))
     for (kind, name), entries in index.items():
         overlap = _overlap([saved.box for saved in entries])
         if overlap:

@@ -38,11 +38,11 @@ from longshift.model.functions import add_product
 from longshift.spec.formats import Wire, adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.state.crossing import Crossing
-from longshift.state.fused import Strips, StripViews
 from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
-from longshift.state.resized import Tensors
-from longshift.state.wire import Coded, Rounded, sent_gradients
+from longshift.state.resizable import Tensors
+from longshift.state.strip_views import Strips, StripViews
+from longshift.state.wire import CodedSlots, RoundedSlots, sent_gradients
 from longshift.switch.itinerary import Cut
 
 
@@ -235,7 +235,7 @@ class Copies(ABC):
         """Return when home holds the sums of the unit's oldest reduction under way."""
 
 
-class Fused:
+class FusedCollectives:
     """What the collectives of one unit need. Mutable."""
 
     def __init__(
@@ -250,7 +250,9 @@ class Fused:
         self.buckets = buckets
         self.learning = [(strips, shard) for strips, shard in buckets if not strips.bucket.frozen]
         self.coded = [
-            Coded(strips, compute) if wire.weights == "float8" and strips.bucket.sharded else None
+            CodedSlots(strips, compute)
+            if wire.weights == "float8" and strips.bucket.sharded
+            else None
             for strips, _ in buckets
         ]
         self.sent = [
@@ -275,7 +277,9 @@ class Fused:
         self.arriving: list[Pending] | None = None
         # Fused gradient buffers, one a bucket that is trained.
         self.sums: list[Tensor] | None = None
-        self.reducing: deque[list[tuple[Pending, Tensor, Coded | Rounded | None, Shard]]] = deque()
+        self.reducing: deque[
+            list[tuple[Pending, Tensor, CodedSlots | RoundedSlots | None, Shard]]
+        ] = deque()
 
     def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
         """Copy into the weights: from the fused buffer of a bucket,
@@ -295,7 +299,7 @@ class AlignedCopies(Copies):
     """Copies of a layout that is cut as `home` is. Mutable."""
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
-        self.fused: dict[int, Fused] = {}
+        self.fused: dict[int, FusedCollectives] = {}
         super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
@@ -307,7 +311,7 @@ class AlignedCopies(Copies):
         masters = [shard.vectors["master"] for shard in shards]
         for vector in masters:
             vector.hold()
-        self.fused[unit] = Fused(
+        self.fused[unit] = FusedCollectives(
             self.units[unit], buckets, self.compute, self.sum_format, self.wire
         )
         for vector in masters:
@@ -318,7 +322,7 @@ class AlignedCopies(Copies):
         self.units[unit].memory.hold()
         fused.arriving = [self._start(fused, number) for number in range(len(fused.buckets))]
 
-    def _start(self, fused: Fused, number: int) -> Pending:
+    def _start(self, fused: FusedCollectives, number: int) -> Pending:
         strips, shard = fused.buckets[number]
         if shard.crossing is not None:
             return self._start_across(fused, number, shard.crossing)
@@ -335,7 +339,7 @@ class AlignedCopies(Copies):
         pending.finish = partial(fused.copy_in, number, buffer)
         return pending
 
-    def _start_across(self, fused: Fused, number: int, crossing: Crossing) -> Pending:
+    def _start_across(self, fused: FusedCollectives, number: int, crossing: Crossing) -> Pending:
         """As `_start`, of a home outside the GPU: the collective follows the copies
         on their stream."""
         strips, shard = fused.buckets[number]

@@ -33,7 +33,7 @@ from longshift.layout.blocks import BLOCK, rows_at_once, scales_of, widen_to_blo
 from longshift.layout.box import Box
 from longshift.spec.formats import MomentFormat
 from longshift.state.block_codec import CODES, decode, in_blocks, in_rows, maxima_to_scales
-from longshift.state.resized import Resized
+from longshift.state.resizable import ResizableStorage
 
 DTYPES = {"bf16": torch.bfloat16, "float8": CODES}
 CUT_BITS = {"bf16": 16, "float8": 20}  # of a float32, that the format has not
@@ -69,7 +69,7 @@ class PackedMoment:
         self.wide = wide
         self.codes = codes
         self.scales = scales
-        self.memory = Resized(wide)
+        self.memory = ResizableStorage(wide)
         # Some rows at a time: column, moment, codes, scales.
         self._runs: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
         start = first = 0

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
 from longshift.files import NO_ROOM
-from longshift.state.resized import Resized
-from longshift.stream.disk_file import ALIGN, THREADS, DiskFile, Moved, whole_pages
+from longshift.state.resizable import ResizableStorage
+from longshift.stream.disk_file import ALIGN, THREADS, BytesMoved, DiskFile, whole_pages
 
 PIECE = 8 << 20  # bytes that a thread reads or writes at one time
 
@@ -73,7 +73,7 @@ class DiskVector(Vector):
         self.records = records
         self.start = start
         self.second: int | None = None
-        self.memory = Resized(flat)
+        self.memory = ResizableStorage(flat)
         self.memory.drop()
         self.users = 0
         self.moving: list[Future] = []
@@ -152,7 +152,7 @@ class Records(DiskFile):
     LongshiftError where it cannot be read."""
 
     def __init__(self, folder: Path):
-        super().__init__(folder, "home", Moved())
+        super().__init__(folder, "home", BytesMoved())
         self.end = self._largest = 0
         self._buffers = SimpleQueue[Tensor]()
         self._buffered = 0  # bytes of each

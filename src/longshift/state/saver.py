@@ -24,7 +24,7 @@ from longshift.dist.memory import lacks_memory
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from longshift.layout.box import Box
-from longshift.state.checkpoint import Unfinished, save
+from longshift.state.checkpoint import UnfinishedCheckpoint, save
 from longshift.state.optimizer import Optimizer
 from longshift.stream.tiers import Arena
 
@@ -76,7 +76,7 @@ class Saver:
         self.world = world
         self.keep = keep
         self.background = background
-        self._under_way: Unfinished | None = None
+        self._under_way: UnfinishedCheckpoint | None = None
         self._copy: StateCopy | None = None
 
     @property
@@ -101,7 +101,7 @@ class Saver:
         if last or self._copy is None:
             save(self.run, step, optimizer.state(), facts, self.world, self.keep, best)
             return
-        self._under_way = Unfinished(self.run, step, facts, self.world, self.keep, best)
+        self._under_way = UnfinishedCheckpoint(self.run, step, facts, self.world, self.keep, best)
         self._under_way.write(self._copy.filled())
 
     def _allocate(self, optimizer: Optimizer) -> StateCopy | None:

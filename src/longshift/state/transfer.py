@@ -25,7 +25,7 @@ from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.state.home import Shard
-from longshift.state.resized import Resized, Tensors
+from longshift.state.resizable import ResizableStorage, Tensors
 from longshift.state.views import Views
 from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
@@ -82,7 +82,7 @@ class Transfer:
         self.arriving: tuple[Pending, Exchange] | None = None
         # By bucket, what this rank only passes on.
         self.passing: dict[int, Tensors[tuple[str, Box]]] = {}
-        self.fused: Resized | None = None
+        self.fused: ResizableStorage | None = None
         self.exposed_s = 0.0
         self.under_way_s = 0.0
         self._posted_s = 0.0
@@ -139,7 +139,7 @@ class Transfer:
         """Have storage for what only passes through, and for the fused buffer. All exchanges share
         that: memory is slow when it is touched for the first time."""
         if self.fused is None:
-            self.fused = Resized(
+            self.fused = ResizableStorage(
                 torch.empty(self._max_elements(), dtype=self.dtype, device=self.device)
             )
         elif number == 0:

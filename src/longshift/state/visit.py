@@ -24,7 +24,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
-from longshift.state.resized import Resized, Tensors
+from longshift.state.resizable import ResizableStorage, Tensors
 from longshift.state.transfer import Transfer
 from longshift.switch.itinerary import Cut, Itinerary
 
@@ -86,7 +86,9 @@ class RowCopies(AlignedCopies):
             precision,
         )
         self.renewed = self.home.learning
-        self._rows = [(shard.bucket.unit, Resized(shard.master)) for shard in self.home.shards]
+        self._rows = [
+            (shard.bucket.unit, ResizableStorage(shard.master)) for shard in self.home.shards
+        ]
         self.close(-1)
 
     def part(self, name: str, box: Box) -> Tensor | None:

@@ -25,10 +25,10 @@ from longshift.layout.blocks import scales_of
 from longshift.layout.strips import Strip, areas
 from longshift.spec.formats import GradientWire
 from longshift.state import block_codec
-from longshift.state.fused import Strips, StripViews
+from longshift.state.strip_views import Strips, StripViews
 
 
-class Coded:
+class CodedSlots:
     """The slots of a bucket in eight bits. Immutable. `size`: bytes of a slot; `wide`: type of what
     travels as it is."""
 
@@ -123,7 +123,7 @@ class Coded:
         return codes.view((-1, strip.rows, *row_shape))
 
 
-class Rounded:
+class RoundedSlots:
     """The slots of a bucket in bf16. Immutable. `wide`: the format of sums."""
 
     def __init__(self, strips: Strips, wide: torch.dtype):
@@ -135,7 +135,7 @@ class Rounded:
         return buffer.to(torch.bfloat16)
 
     def summed(self, received: Tensor) -> Tensor:
-        """As `Coded.summed`, of received [holders, width]."""
+        """As `CodedSlots.summed`, of received [holders, width]."""
         out = torch.empty(self.strips.width, dtype=self.wide, device=received.device)
         add_in_order(out, received)
         return out[: self.strips.own]
@@ -143,12 +143,12 @@ class Rounded:
 
 def sent_gradients(
     format: GradientWire, strips: Strips, wide: torch.dtype
-) -> Coded | Rounded | None:
+) -> CodedSlots | RoundedSlots | None:
     """How the gradients of a bucket travel, whose sums have the format `wide`;
     None: as they are."""
     if format == "float32":
         return None
-    return Rounded(strips, wide) if format == "bf16" else Coded(strips, wide)
+    return RoundedSlots(strips, wide) if format == "bf16" else CodedSlots(strips, wide)
 
 
 def add_in_order(total: Tensor, sent: Tensor) -> None:

@@ -21,7 +21,7 @@ from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
 from longshift.layout.layout import Layout
 from longshift.model.chosen_kernel import choose, kernels
-from longshift.model.compiled import compiled
+from longshift.model.compiled_functions import compiled
 from longshift.model.functions import WRITTEN_OUT
 from longshift.model.kernels import Kernel
 from longshift.program.operations import Op, Program
@@ -34,11 +34,11 @@ from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Switches, copies_of
-from longshift.step.chunked import ChunkedPacks
+from longshift.step.chunk_runner import ChunkedPacks
 from longshift.step.compose import prepare
 from longshift.step.operation_player import OperationPlayer
 from longshift.step.runner import Runner, WholePacks
-from longshift.stream.tiers import Moved, tier_of
+from longshift.stream.tiers import BytesMoved, tier_of
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, assumed
@@ -47,7 +47,7 @@ from longshift.workload.groups import Edge, LengthGroup, length_groups
 
 
 @dataclass
-class Visited:
+class GroupVisit:
     """One group of a step, as this rank saw it. Seconds: of all, of switching with nothing else
     going on, of exchanges under way meanwhile; bytes: that the switch and the gradients' way home
     sent inside and between nodes, of all ranks; `moved`: what its tier did, where it has one."""
@@ -59,7 +59,7 @@ class Visited:
     hidden_s: float = 0.0
     intra_node_bytes: int = 0
     inter_node_bytes: int = 0
-    moved: Moved | None = None
+    moved: BytesMoved | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class Player(OperationPlayer):
 
     def _begin_state(self) -> None:
         """Be before the first step."""
-        self.visited: list[Visited] = []
+        self.visited: list[GroupVisit] = []
         self.after: Callable[[Op], object] | None = None  # sees each operation when it is done
         self.groups_here: Sequence[LengthGroup] = ()
         self.packs: dict[tuple[int, int], HostPack] = {}  # by visit and micro-batch
@@ -291,7 +291,7 @@ class Player(OperationPlayer):
         """Begin to count seconds and bytes of a group."""
         group = self.groups_here[op.visit]
         self._began = self.world.now()
-        self.visited.append(Visited(group, sum(self.lengths[d] for d in group.documents)))
+        self.visited.append(GroupVisit(group, sum(self.lengths[d] for d in group.documents)))
         runner = self.runners[group.layout]
         if runner.tier is not None:
             runner.tier.moved.restart()

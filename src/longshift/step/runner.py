@@ -1,5 +1,5 @@
 """What the operations of a program do under one layout: whole packs here, packs in chunks in
-`step.chunked`.
+`step.chunk_runner`.
 
 A whole pack's residual stream x [T', D] goes from unit to unit. Every part of a block is an
 autograd graph of its own, from a detached input to an output: a kept graph waits for its backward;
@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from longshift.dist.world import World
 from longshift.documents.batch import Document
-from longshift.documents.micro import HostPack, host_pack, placed
+from longshift.documents.micro import HostPack, host_pack, place_pack
 from longshift.layout import axes
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
@@ -140,7 +140,7 @@ class WholePacks(Runner):
 
     def load(self, micro: int, pack: HostPack) -> None:
         (share,) = pack.shares
-        self.loaded[micro] = placed(
+        self.loaded[micro] = place_pack(
             self.spec,
             share,
             self.layout,

@@ -19,7 +19,7 @@ ALIGN = 4096  # bytes: a page
 
 
 @dataclass
-class Moved:
+class BytesMoved:
     """What went to a memory and came back. Mutable. `waited_s`: computing waited for a copy;
     `copying_s`: at least one copy was under way."""
 
@@ -46,7 +46,7 @@ class DiskFile:
     errors begin with; `moved`: counts the seconds for which somebody waited. Raises LongshiftError
     where no file can be made, or what was written cannot be read."""
 
-    def __init__(self, folder: Path, subject: str, moved: Moved):
+    def __init__(self, folder: Path, subject: str, moved: BytesMoved):
         self.folder = folder
         self.subject = subject
         self.moved = moved

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
-from longshift.stream.disk_file import DiskFile, Moved, whole_pages
+from longshift.stream.disk_file import BytesMoved, DiskFile, whole_pages
 
 Key = Hashable
 Tensors = tuple[Tensor, ...]
@@ -53,7 +53,7 @@ class _Clock:
     """`with` it, in any number of threads: adds to `copying_s` the time for which at least one is
     inside. Mutable."""
 
-    def __init__(self, moved: Moved):
+    def __init__(self, moved: BytesMoved):
         self.moved = moved
         self.num_inside = 0
         self.begin_s = 0.0
@@ -80,7 +80,7 @@ class Tier(ABC):
     timed = True
 
     def __init__(self) -> None:
-        self.moved = Moved()
+        self.moved = BytesMoved()
         self.watch: Callable[[Future], object] | None = None
         self.objects: dict[Key, Any] = {}
 
@@ -124,7 +124,7 @@ class DeviceTier(Tier):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredObject:
     """An object elsewhere. `place`: where it lies there; `left`: the future or event with which its
     copy out ends."""
 
@@ -163,7 +163,7 @@ class CopyTier(Tier):
         place, copy_end = self.send(tensors, size)
         if copy_end is not None:
             self.leaving |= {tensor.data_ptr(): copy_end for tensor in tensors}
-        self.objects[key] = Stored(size, shapes, place, copy_end)
+        self.objects[key] = StoredObject(size, shapes, place, copy_end)
         self.moved.put_bytes += size
         self.moved.hold(size)
 
@@ -205,10 +205,10 @@ class CopyTier(Tier):
 
     @abstractmethod
     def send(self, tensors: Tensors, size: int) -> tuple[Any, Any]:
-        """Start to take tensors that are contiguous. Returns `place` and `left` of `Stored`."""
+        """Start to take contiguous tensors. Returns `place` and `left` of `StoredObject`."""
 
     @abstractmethod
-    def bring(self, stored: Stored) -> Callable[[], Tensors]:
+    def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
         """Start to copy an object into tensors of `memory`. Returns what waits for them."""
 
     @abstractmethod
@@ -216,7 +216,7 @@ class CopyTier(Tier):
         """Have what is brought next begin when this copy out, or this event, has ended."""
 
     @abstractmethod
-    def forget(self, stored: Stored) -> None:
+    def forget(self, stored: StoredObject) -> None:
         """Give back an object's place."""
 
 
@@ -255,7 +255,7 @@ class DiskTier(CopyTier):
         in_flight_bytes = sum(written_bytes for _, written_bytes, _ in self.writing)
         return len(self.writing) >= WRITES or size + in_flight_bytes > self.in_flight_bytes
 
-    def bring(self, stored: Stored) -> Callable[[], Tensors]:
+    def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
         tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
         reading = self._start(self.file.readers, partial(self._read, stored, tensors))
 
@@ -268,7 +268,7 @@ class DiskTier(CopyTier):
     def fill_after(self, copy: Any) -> None:
         self.file.wait(copy)
 
-    def forget(self, stored: Stored) -> None:
+    def forget(self, stored: StoredObject) -> None:
         self.file.wait(stored.left)
         self.holes.setdefault(whole_pages(stored.size), []).append(stored.place)
         if not self.objects:
@@ -318,7 +318,7 @@ class DiskTier(CopyTier):
                 start += len(view)
         return crc
 
-    def _read(self, stored: Stored, tensors: Tensors) -> None:
+    def _read(self, stored: StoredObject, tensors: Tensors) -> None:
         """In a thread."""
         written_crc = stored.left.result()
         crc = 0
@@ -401,7 +401,7 @@ class HostTier(CopyTier):
         self._pace(copy_end, size)
         return arena, copy_end
 
-    def bring(self, stored: Stored) -> Callable[[], Tensors]:
+    def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
         with torch.cuda.stream(self.back):
             self.back.wait_event(stored.left)
             tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
@@ -418,7 +418,7 @@ class HostTier(CopyTier):
     def fill_after(self, copy: Any) -> None:
         self.back.wait_event(copy)
 
-    def forget(self, stored: Stored) -> None:
+    def forget(self, stored: StoredObject) -> None:
         room = whole_pages(stored.size)
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         dropped = self.arenas[room] = self.arenas.pop(room, [])

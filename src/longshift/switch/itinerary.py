@@ -20,8 +20,15 @@ from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
 from longshift.switch.options import Planner, SwitchOptions
-from longshift.switch.placed import Placed, Side, placed, plainest, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.spread import (
+    BoxesByWeight,
+    Side,
+    plainest,
+    spread_weights,
+    together,
+    turn_about,
+)
 from longshift.switch.traffic import least_s, traffic
 from longshift.workload.groups import Edge, home_layout, visiting_order
 
@@ -140,7 +147,7 @@ class Itinerary:
                 held = _held(
                     self.spec, (self.home, "rows"), source and (source.layout, source.side)
                 )
-                target_side = placed(self.spec, target.layout, target.side)
+                target_side = spread_weights(self.spec, target.layout, target.side)
                 seconds = least_s(held, target_side, self.links, self._weight_bytes)
             self._hops[source, target] = seconds
         return self._hops[source, target]
@@ -160,14 +167,16 @@ class Itinerary:
         )
 
 
-def _held(spec: ModelSpec, home: tuple[Layout, Side], source: tuple[Layout, Side] | None) -> Placed:
+def _held(
+    spec: ModelSpec, home: tuple[Layout, Side], source: tuple[Layout, Side] | None
+) -> BoxesByWeight:
     """The boxes that home and `source` have."""
     home_layout, home_side = home
-    rows = placed(spec, home_layout, home_side)
+    rows = spread_weights(spec, home_layout, home_side)
     if source is None:
         return rows
     layout, side = source
-    return together(rows, placed(spec, layout, side))
+    return together(rows, spread_weights(spec, layout, side))
 
 
 @lru_cache(maxsize=64)  # a planner asks for the same switches in many assignments
@@ -186,7 +195,7 @@ def _plan(
     that are trained."""
     held = _held(spec, home, source)
     layout, side = target
-    copies = placed(spec, layout, side)
+    copies = spread_weights(spec, layout, side)
     if sums:
         copies = {name: spread for name, spread in copies.items() if not spec.by_name[name].frozen}
     plan = switch_plan(held, turn_about(held, copies), links, itemsize, planner, bucket_bytes)

@@ -27,9 +27,9 @@ from longshift.layout.box import Box
 from longshift.switch.links import Links
 from longshift.switch.merge_boxes import merge_boxes
 from longshift.switch.options import Planner
-from longshift.switch.placed import Placed, Spread
 from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, assign
 from longshift.switch.slices import Slices, refine
+from longshift.switch.spread import BoxesByWeight, Spread
 
 
 @dataclass(frozen=True, order=True)
@@ -227,8 +227,8 @@ class Plan:
 
 
 def switch_plan(
-    held: Placed,
-    wanted: Placed,
+    held: BoxesByWeight,
+    wanted: BoxesByWeight,
     links: Links,
     itemsize: int,
     planner: Planner = "fan_out",
@@ -276,7 +276,7 @@ def switch_plan(
     return Plan(planner, links, world, itemsize, bucket_bytes, buffer_bytes, weights)
 
 
-def world_of(*sides: Placed) -> int:
+def world_of(*sides: BoxesByWeight) -> int:
     """How many ranks the sides speak of: those up to the highest that has something."""
     spreads = {spread for side in sides for spread in side.values()}
     return 1 + max(

@@ -21,7 +21,7 @@ import numpy as np
 
 from longshift.errors import UsageError
 from longshift.layout.box import Box
-from longshift.switch.placed import Spread
+from longshift.switch.spread import Spread
 
 
 @dataclass(frozen=True, eq=False)

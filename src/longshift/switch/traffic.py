@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longshift.switch.links import Links
-from longshift.switch.placed import Placed
 from longshift.switch.plan import Plan, world_of
 from longshift.switch.slices import refine
+from longshift.switch.spread import BoxesByWeight
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def traffic(plan: Plan) -> Traffic:
     )
 
 
-def least_s(held: Placed, wanted: Placed, links: Links, itemsize: int) -> float:
+def least_s(held: BoxesByWeight, wanted: BoxesByWeight, links: Links, itemsize: int) -> float:
     """Lower bound of `bound_s` for `fan_out` and `algorithm1`, some fifty times faster than a plan.
 
     It is the time of the busiest link of a node or a rank, where all that a planner may choose is

@@ -28,7 +28,7 @@ CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
-class Admitted:
+class Admission:
     """`told`: what the rank that needs most needs, and what there is for it, in a sentence;
     `early`: whether units on disk may be updated before the norm; `background`: whether memory has
     room for a copy of the state, from which checkpoints are written while training goes on."""
@@ -38,7 +38,7 @@ class Admitted:
     background: bool
 
 
-def admit(config: Config, world: World, run: Path) -> Admitted:
+def admit(config: Config, world: World, run: Path) -> Admission:
     """Refuse a run whose largest step cannot have room on some rank, on the device or where it
     waits; collective, and one decision of all. Where a run has room only if no unit is updated
     before the norm, none is. Raises OutOfMemoryError with the arithmetic."""
@@ -87,7 +87,7 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
         )
     if not shape.early:
         text += "; updates before the norm have no room"
-    return Admitted(told=text, early=shape.early, background=background)
+    return Admission(told=text, early=shape.early, background=background)
 
 
 def _gib(size: int) -> str:

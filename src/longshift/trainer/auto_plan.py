@@ -40,7 +40,7 @@ from longshift.simulate.model_flops import mfu, model_flops
 from longshift.spec.formats import arithmetic
 from longshift.stream.trace import Span, events_of, save
 from longshift.trainer.plan_file import PlanFile, place, read
-from longshift.workload.given import Lengths
+from longshift.workload.length_file import Lengths
 from longshift.workload.lengths import spans
 
 Tell = Callable[[str], None]
@@ -154,13 +154,13 @@ def task_of(
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTask:
     """A task and the choice for it. `alternatives`: plans with the other homes that were
     compared."""
 
     task: PlanTask
     choice: SearchResult
-    alternatives: tuple["Planned", ...] = ()
+    alternatives: tuple["PlannedTask", ...] = ()
 
     @property
     def band(self) -> float:
@@ -384,11 +384,11 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def plan(task: PlanTask, tell: Callable[[str], None] = lambda line: None) -> Planned:
+def plan(task: PlanTask, tell: Callable[[str], None] = lambda line: None) -> PlannedTask:
     """The plan of a task. Where homes are compared, it has the fastest.
 
     `tell`: is called with the home that is searched next."""
-    plans: list[Planned] = []
+    plans: list[PlannedTask] = []
     for home in task.homes or (task.home,):
         # A disk is the slowest home, so it is searched only if nothing fits without it.
         if home.last == "disk" and any(plan.choice.best for plan in plans):
@@ -396,7 +396,7 @@ def plan(task: PlanTask, tell: Callable[[str], None] = lambda line: None) -> Pla
         if task.homes:
             tell(f"home: {home}")
         home_task = replace(task, home=home, homes=())
-        plans.append(Planned(home_task, search(home_task, tell)))
+        plans.append(PlannedTask(home_task, search(home_task, tell)))
 
     best = plans[-1]
     if any(plan.choice.best for plan in plans):
@@ -448,7 +448,7 @@ def resolve_layout(
     return file.config(config), file
 
 
-def write_config(config: Config, plan: Planned, path: Path) -> None:
+def write_config(config: Config, plan: PlannedTask, path: Path) -> None:
     """Write the config with the best choice. Raises UsageError where there is none or the file
     cannot be written."""
     best = plan.choice.best

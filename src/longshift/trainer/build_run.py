@@ -23,8 +23,8 @@ from longshift.step.update import State, not_finite
 from longshift.switch.links import agreed, links_of
 from longshift.trainer.corpus import open_on_ranks
 from longshift.trainer.facts import Facts, Fingerprints, expect
-from longshift.trainer.measured import profile_here
 from longshift.trainer.stages import Stage, schedule_of
+from longshift.trainer.step_measurements import profile_here
 from longshift.workload.groups import home_layout
 
 

@@ -30,8 +30,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshift.command_results import (
-    Checked,
     CheckedLayout,
+    LayoutCheck,
     MemoryCheck,
     MemoryDifference,
     RankPeak,
@@ -263,7 +263,7 @@ class SmallRun:
         return state, build_player(run, world, state, scratch, checked=True)
 
 
-def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> Checked:
+def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> LayoutCheck:
     """Worst relative differences to one process, leaked positions and wrong labels, over the stages
     of a run and the ways to compute each: a layout, or those of the stage's groups; and whether all
     are within TOLERANCE. Works on documents of each stage's first steps, made small (`SmallRun`),
@@ -286,7 +286,7 @@ def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> Checked
         worst[kind] = max(differences, key=lambda value: (math.isnan(value), value))
     leaked = sum(row.leaked_positions for row in rows)
     wrong = sum(reference["wrong_labels"] for reference in references)
-    return Checked(
+    return LayoutCheck(
         reference="one process, float64" + f"; {EIGHT_BITS}" * stages[0][0].formats.float8,
         documents=sum(reference["documents"] for reference in references),
         tokens=sum(reference["tokens"] for reference in references),

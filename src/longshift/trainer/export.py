@@ -19,7 +19,7 @@ from longshift.layout.box import Box
 from longshift.model.huggingface import (
     TOKEN_IDS,
     TOKENIZER_FILES,
-    Carried,
+    FolderExtras,
     write_adapters,
     write_folder,
 )
@@ -125,7 +125,7 @@ def _merged_weight(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:
 
 def _carried(
     config: Config, trained: Sequence[Config], source: Mapping[str, Any], tokenizer: Tokenizer
-) -> Carried:
+) -> FolderExtras:
     """The files beside the tokenizer, the model's settings of generation, and the chat template
     that was trained with. `trained`: configs of the stages; `source`: the config.json that the run
     began with."""
@@ -156,7 +156,7 @@ def _carried(
         if key in TOKEN_IDS and value is not None
     }
     fields = {key: value for key, value in source.items() if key in CARRIED}
-    return Carried(
+    return FolderExtras(
         files,
         (tokenizer.end, tokenizer.eos),
         ids,

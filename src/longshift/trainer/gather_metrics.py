@@ -12,9 +12,9 @@ from longshift.config import Config
 from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
 from longshift.state.home import Home
-from longshift.step.player import Player, Visited
+from longshift.step.player import GroupVisit, Player
 from longshift.step.update import Outcome
-from longshift.stream.tiers import Moved
+from longshift.stream.tiers import BytesMoved
 from longshift.trainer.metrics import GroupMetrics, HomeMetrics, StepMetrics
 
 
@@ -113,9 +113,9 @@ def gather_group_metrics(player: Player) -> tuple[GroupMetrics, ...]:
     )
 
 
-def _visit_totals(visit: Visited) -> _VisitTotals:
+def _visit_totals(visit: GroupVisit) -> _VisitTotals:
     """What this rank measured in a group. Without a tier, nothing was copied."""
-    copies = visit.moved or Moved()
+    copies = visit.moved or BytesMoved()
     return _VisitTotals(
         seconds=visit.seconds,
         switch_exposed_s=visit.exposed_s,
@@ -129,7 +129,7 @@ def _visit_totals(visit: Visited) -> _VisitTotals:
 
 
 def _group_metrics(
-    player: Player, visit: Visited, maximum: _VisitTotals, total: _VisitTotals
+    player: Player, visit: GroupVisit, maximum: _VisitTotals, total: _VisitTotals
 ) -> GroupMetrics:
     """Metrics of a group. Seconds are those of the slowest rank, bytes those of all."""
     group = visit.group

@@ -5,8 +5,8 @@
                           +-- TCPStore on 127.0.0.1  <- every rank connects
 
 [Note: loopback only] torch's TCPStore listens on every interface. Here a socket bound to 127.0.0.1
-is given to the store. Ranks seal what they leave there (`dist.sealed`) with a secret, which they
-get by a pipe or find in their environment, as only processes of their user can.
+is given to the store. Ranks seal what they leave there (`dist.sealed_store`) with a secret, which
+they get by a pipe or find in their environment, as only processes of their user can.
 """
 
 import os
@@ -26,8 +26,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from longshift.cluster.host import core_count
 from longshift.dist.memory import allow_files, host_memory, lacks_memory
-from longshift.dist.ranks import Ranks, Seed, Started
-from longshift.dist.sealed import SealedStore, new_secret
+from longshift.dist.ranks import RankProcesses, Ranks, Seed
+from longshift.dist.sealed_store import SealedStore, new_secret
 from longshift.dist.world import allocator, check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused
@@ -125,7 +125,7 @@ def launch(
                 local_environment(opened, rank, world) | {"LONGSHIFT_PARENT": str(parent)}
                 for rank in range(world)
             ]
-            ranks = (Started if seed is None else seed.start)(command, environments, held)
+            ranks = (RankProcesses if seed is None else seed.start)(command, environments, held)
             causes = _watch(ranks, folder, stall_timeout_s, interrupts)
         except StopAtOnce:
             raise KeyboardInterrupt from None

@@ -29,7 +29,7 @@ from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
 from longshift.terminal import say
 from longshift.trainer.admission import admit
-from longshift.trainer.ahead import Ahead
+from longshift.trainer.batch_prefetch import BatchPrefetcher
 from longshift.trainer.build_run import StageStart, build_player, open_data, resume_or_build
 from longshift.trainer.corpus import corpus_notes
 from longshift.trainer.facts import (
@@ -39,7 +39,6 @@ from longshift.trainer.facts import (
     changed_kernel,
     changed_moments,
 )
-from longshift.trainer.foretold import Foretold
 from longshift.trainer.gather_metrics import (
     RankStatus,
     gather_group_metrics,
@@ -51,9 +50,10 @@ from longshift.trainer.metrics import StepMetrics, faults_of_rows
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, stages_of
 from longshift.trainer.step_callback import OnStep, StepCallback
+from longshift.trainer.step_forecast import StepForecast
 from longshift.trainer.step_trace import StepTrace
 from longshift.trainer.trials import train_trials
-from longshift.trainer.validated import Validator
+from longshift.trainer.validation import Validator
 
 NO_EARLY_UPDATES = (
     "the disk has no room for second places of masters and moments: none is updated before the norm"
@@ -237,9 +237,9 @@ def open_stage(
         _tell_changes(player, kernel, start, config)
 
     # 4. Build what accompanies the steps: predictions, the trace, batches ahead, checkpoints.
-    predictor = Foretold.of(run, config, world)
+    predictor = StepForecast.of(run, config, world)
     context.trace.watch(player)
-    prefetcher = Ahead(batches, player)
+    prefetcher = BatchPrefetcher(batches, player)
     saver = Saver(run, world, config.save.keep, admitted.background)
     last_step = config.train.steps
     if max_steps is not None:
@@ -286,10 +286,10 @@ class StageRun:
     state: State
     player: Player
     batches: Batches
-    prefetcher: Ahead
+    prefetcher: BatchPrefetcher
     saver: Saver
     validator: Validator | None
-    predictor: Foretold | None
+    predictor: StepForecast | None
     fingerprints: Fingerprints
     kernel: ChosenKernel
     first_step: int

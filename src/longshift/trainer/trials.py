@@ -10,7 +10,7 @@ Steps have different documents, so each is compared with what the clock has for 
 (`trainer.trial_ranking` says which choice goes on). The first step of a trial, in which memory is
 allocated and kernels are chosen, is not counted. The others are steps of known layouts: they
 calibrate what is known of the machine, by which the steps that follow are predicted
-(`trainer.foretold`).
+(`trainer.step_forecast`).
 """
 
 import json
@@ -24,9 +24,9 @@ from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
 from longshift.terminal import say
-from longshift.trainer.measured import calibrated, clocked, profile_here
 from longshift.trainer.metrics import StepMetrics
 from longshift.trainer.plan_file import parse, place
+from longshift.trainer.step_measurements import clock_steps, fit_measurements, profile_here
 
 STEPS = 4  # of a trial
 
@@ -90,7 +90,9 @@ def _trial_seconds(
             " clock"
         )
     clock_s = (
-        [] if profile is None else clocked(config, profile, [step.cursor for step in steps[:-1]])
+        []
+        if profile is None
+        else clock_steps(config, profile, [step.cursor for step in steps[:-1]])
     )
     return [step.seconds for step in steps[1:]], clock_s
 
@@ -100,7 +102,7 @@ def _calibration(run: Path, config: Config, world: World) -> Calibration | None:
     they are too few, which is said."""
     profile = profile_here(world)
     try:
-        return None if profile is None else calibrated(run, config, profile).calibration
+        return None if profile is None else fit_measurements(run, config, profile).calibration
     except UsageError as fault:
         say(f"not calibrated: {fault}")
         return None

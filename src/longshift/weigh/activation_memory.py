@@ -17,7 +17,7 @@ from longshift.program.turns import RankLayout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer, Event
 from longshift.schedule.sequence import Run, TokenOrder, pack_order
-from longshift.step.chunked import ChunkedPacks, ChunkPlayer
+from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import (
     BOUNCE_BYTES,
@@ -287,7 +287,7 @@ class WholePackMemory(WholePacks, ActivationMemory):
 
 
 class ChunkedPackMemory(ChunkedPacks, ActivationMemory):
-    """`step.chunked.ChunkedPacks` on bytes. Mutable.
+    """`step.chunk_runner.ChunkedPacks` on bytes. Mutable.
 
     `profiles`: of events, by the chunks of a pack and the kind of block.
     """
@@ -335,7 +335,7 @@ class ChunkedPackMemory(ChunkedPacks, ActivationMemory):
 
 
 class ChunkEventMemory(ChunkPlayer):
-    """`step.chunked.ChunkPlayer` on bytes. Mutable."""
+    """`step.chunk_runner.ChunkPlayer` on bytes. Mutable."""
 
     runner: ChunkedPackMemory
 

@@ -1,4 +1,4 @@
-"""Profiles of the events of a chunked pack (`schedule.chunks`): `step.chunked` plays each on
+"""Profiles of the events of a chunked pack (`schedule.chunks`): `step.chunk_runner` plays each on
 tensors without storage.
 
 `TurnProfile.buffers` has the bytes of each buffer that an event wrote, or left otherwise than it
@@ -22,7 +22,7 @@ from longshift.layout.heads import rank_heads
 from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import Run, TokenOrder
 from longshift.schedule.unit_events import EventLists
-from longshift.step.chunked import ChunkPlayer, Segment
+from longshift.step.chunk_runner import ChunkPlayer, Segment
 from longshift.weigh.recorder import TurnProfile
 from longshift.weigh.turn_profile import RankPlayer, RankSetup, gradient_bytes, loss_turn
 

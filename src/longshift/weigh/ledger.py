@@ -2,8 +2,8 @@
 bytes that they take.
 
 The ledger has the table and the runners of the player (`step.operation_player`, `step.runner`,
-`step.chunked`), and keeps simulated allocations in the place of tensors. What operations need as
-workspace is in their profiles (`weigh.turn_profile`). Bytes are those of tensors: an allocator's
+`step.chunk_runner`), and keeps simulated allocations in the place of tensors. What operations need
+as workspace is in their profiles (`weigh.turn_profile`). Bytes are those of tensors: an allocator's
 rounding and holes, and the process itself, come on top.
 """
 

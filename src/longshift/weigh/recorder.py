@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshift.cluster.cluster import Heads, Operation
 from longshift.dist.collectives import Group, Pending
-from longshift.dist.held import flash_backward_bytes
+from longshift.dist.live_bytes import flash_backward_bytes
 from longshift.model.attention import Attention
 from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel

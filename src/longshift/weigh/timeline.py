@@ -2,8 +2,8 @@
 what the ledger predicts of the same step.
 
 A `Timeline` is entered before the state is built, so that it has seen every tensor. Bytes are those
-of all tensors on a CPU (`dist.held`). On a GPU they are those that the allocator has given out, and
-times are the host's: when work was handed to the device.
+of all tensors on a CPU (`dist.live_bytes`). On a GPU they are those that the allocator has given
+out, and times are the host's: when work was handed to the device.
 """
 
 import time
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longshift.dist.held import HeldBytes, prompt_release
+from longshift.dist.live_bytes import HeldBytes, prompt_release
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.step.player import Player
 from longshift.stream.trace import Recorder, Span, counter_events, events_of, origin, save

@@ -40,10 +40,10 @@ class Spread:
         return next((box for box in self.by_rank.get(rank, ()) if part in box), None)
 
 
-Placed = Mapping[str, Spread]  # by weight, in the order in which the weights move
+BoxesByWeight = Mapping[str, Spread]  # by weight, in the order in which the weights move
 
 
-def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
+def spread_weights(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
     """Every weight under a layout.
 
     copies   what the ranks compute with
@@ -76,7 +76,7 @@ def plainest(layout: Layout) -> Layout:
     return Layout(virtual=layout.virtual, stages=layout.stages).with_degrees(degrees)
 
 
-def together(*sides: Placed) -> dict[str, Spread]:
+def together(*sides: BoxesByWeight) -> dict[str, Spread]:
     """All that any of them has: home and the working copies of the layout before, for one."""
     alike: dict[tuple[Spread, ...], Spread] = {}
     union = {}
@@ -93,14 +93,14 @@ def _piece_boxes(piece: Piece, layout: Layout, side: Side) -> list[tuple[Box, tu
     return [(rows, (rank,)) for rank in piece.holders if (rows := piece.rows(rank))]
 
 
-def turn_about(held: Placed, wanted: Placed) -> dict[str, Spread]:
+def turn_about(held: BoxesByWeight, wanted: BoxesByWeight) -> dict[str, Spread]:
     """`wanted` in an order in which weights of different pipeline stages, first of those that hold
     them, come turn about: a switch then keeps all ranks busy all the time, where the model's own
     order would take one stage after the other."""
     return _in_turn(held, _in_turn(wanted, wanted))
 
 
-def _in_turn(by: Placed, order: Placed) -> dict[str, Spread]:
+def _in_turn(by: BoxesByWeight, order: BoxesByWeight) -> dict[str, Spread]:
     """`order` with the weights that lie on the same ranks by `by` turn about with the others."""
     ranks_of = {
         spread: frozenset(rank for _, ranks in spread.boxes for rank in ranks)

@@ -15,17 +15,17 @@ from longshift.dist.world import World
 from longshift.forecast import RunForecast
 from longshift.simulate.calibrate import band_of_errors
 from longshift.terminal import say
-from longshift.trainer.measured import profile_here
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.plan_file import place, read
 from longshift.trainer.run_folder import RunFolder
+from longshift.trainer.step_measurements import profile_here
 
 SHARE = 0.01  # of the run's seconds, that predicting may take
 # Steps that say how wide the band is: few, so that it follows a machine that other work slows down.
 RECENT = 8
 
 
-class Foretold:
+class StepForecast:
     """Predicts steps of a run. Mutable: its band follows how far off it was. The first step, in
     which memory is allocated, and steps for which it has no time are left out."""
 

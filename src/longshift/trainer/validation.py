@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longshift.config import Config, ValidationConfig
 from longshift.dist.world import World
-from longshift.documents.valid import ValidSet
+from longshift.documents.validation_set import ValidSet
 from longshift.errors import NonFiniteError
 from longshift.step.player import Player
 from longshift.step.update import score

@@ -12,7 +12,7 @@ from longshift.documents.batch import Batches, StepBatch
 from longshift.step.player import Player, Ready
 
 
-class Ahead:
+class BatchPrefetcher:
     """Batches of steps, each with what the player needs of it. Mutable: the one that is being
     made."""
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.errors import UsageError
-from longshift.model.compiling import compiled_for, why
 from longshift.model.functions import Elementwise
+from longshift.model.torch_compile import compiled_for, why
 
 
 def compiled(device: torch.device) -> Elementwise:

@@ -29,7 +29,7 @@ Backward = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedKernel:
     """A kernel over packs. `windows`: whether it takes one; `repeats`: as of
     `model.kernels.Kernel`."""
 
@@ -110,4 +110,4 @@ def _band(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-FLASH = Packed(flash_forward, flash_backward, repeats="asked")  # as the kernel of pieces
+FLASH = PackedKernel(flash_forward, flash_backward, repeats="asked")  # as the kernel of pieces

@@ -25,7 +25,7 @@ from longshift.dist.world import LARGE
 Key = TypeVar("Key")
 
 
-class Resized:
+class ResizableStorage:
     """A tensor that has storage between `hold` and `drop`. Mutable."""
 
     def __init__(self, flat: Tensor):
@@ -48,7 +48,7 @@ class Resized:
         return self.flat.untyped_storage().nbytes() == self.bytes
 
 
-class Tensors(Resized, Generic[Key]):
+class Tensors(ResizableStorage, Generic[Key]):
     """Tensors of these shapes, one after another in memory that comes and goes. Mutable. `views`:
     by key; they have a version counter beside that of `flat`."""
 

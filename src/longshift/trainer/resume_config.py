@@ -25,7 +25,7 @@ from longshift.workload.groups import Edge
 Say = Callable[[str], None]
 
 
-def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> Config:
+def resume_config(given: Config, file: Path, overrides: Sequence[str], say: Say) -> Config:
     """The config with which the run in `given.save.dir` goes on, where `file` and `overrides` say
     `given`. What differs is said, line by line. `given` itself where the folder has no checkpoint,
     or no config, which is said. Raises UsageError."""
@@ -52,7 +52,7 @@ def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> C
     return run
 
 
-def named(now: Config, say: Say) -> list[str]:
+def name_changes(now: Config, say: Say) -> list[str]:
     """Overrides that make the config of the run in `now.save.dir` the config `now`, all of which is
     meant; what they change is said."""
     folder = RunFolder(Path(now.save.dir))

@@ -32,8 +32,8 @@ class HeldBytes(TorchDispatchMode):
         super().__init__()
         self.most: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
-        self._held: dict[int, _Held] = {}  # by address
-        self._gone: deque[_Held] = deque()  # not yet taken off
+        self._held: dict[int, _HeldStorage] = {}  # by address
+        self._gone: deque[_HeldStorage] = deque()  # not yet taken off
         self._unseen = (  # what never reaches a dispatcher
             patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy)),
             patch.object(
@@ -103,13 +103,13 @@ class HeldBytes(TorchDispatchMode):
         if held is None or held.storage() is not storage:  # an address is used again
             if not new:
                 return
-            held = self._held[storage._cdata] = _Held(
+            held = self._held[storage._cdata] = _HeldStorage(
                 storage._cdata, weakref.ref(storage), tensor.device.type
             )
             weakref.finalize(storage, self._gone.append, held)
         self._size(held, storage)
 
-    def _size(self, held: "_Held", storage: torch.UntypedStorage) -> None:
+    def _size(self, held: "_HeldStorage", storage: torch.UntypedStorage) -> None:
         now = self.now
         size = storage.nbytes()
         now[held.device] += size - held.size
@@ -148,7 +148,7 @@ def flash_backward_bytes(q: Tensor, k: Tensor) -> int:
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldStorage:
     """A storage that is counted. `device`: its tensor's, as a fake tensor's storage has none."""
 
     address: int

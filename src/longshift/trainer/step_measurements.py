@@ -40,7 +40,7 @@ def profile_here(world: World) -> Cluster | None:
     )
 
 
-def clocked(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
+def clock_steps(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
     """The clock's seconds of the steps of a run that begin at these cursors."""
     _, cache = open_corpus(config, verify=False)
     batches = Batches.of(config, cache)
@@ -53,7 +53,7 @@ def clocked(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[fl
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurement:
     """A step of a run. `layout`: in the config's form; `lengths`: of its documents, in tokens."""
 
     step: int
@@ -62,7 +62,7 @@ class Measured:
     seconds: float
 
 
-def measured(run: Path, config: Config) -> list[Measured]:
+def read_measurements(run: Path, config: Config) -> list[StepMeasurement]:
     """Steps of a run folder, evenly chosen, with their documents. Those in which memory was
     allocated are left out: the first of a process, and of a layout. Raises UsageError where fewer
     than LEAST are left."""
@@ -90,7 +90,9 @@ def measured(run: Path, config: Config) -> list[Measured]:
         # Else the config was another one.
         if (batch.tokens, batch.next_cursor) == (row["tokens"], row["cursor"]):
             lengths = tuple(len(document.ids) for document in batch.documents)
-            steps.append(Measured(row["step"], row.get("layout", now), lengths, row["seconds"]))
+            steps.append(
+                StepMeasurement(row["step"], row.get("layout", now), lengths, row["seconds"])
+            )
     if len(steps) < LEAST:
         raise UsageError(
             f"{run} has {len(steps)} steps to calibrate by, and {LEAST} are needed: train more of"
@@ -100,11 +102,11 @@ def measured(run: Path, config: Config) -> list[Measured]:
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class CalibrationFit:
     """A cluster as the steps of a run reach it, and how much nearer they are predicted."""
 
     cluster: Cluster
-    steps: tuple[Measured, ...]
+    steps: tuple[StepMeasurement, ...]
     fit: StepFit
 
     @property
@@ -146,13 +148,13 @@ class Calibrated:
         )
 
 
-def calibrated(
+def fit_measurements(
     run: Path, config: Config, profile: Cluster, tell: Callable[[str], None] = silent
-) -> Calibrated:
+) -> CalibrationFit:
     """What the steps of a run folder say of the cluster that they ran on: fewer of them where
     playing all would take longer than LONGEST_S. `tell`: progress. Raises UsageError where they are
     too few."""
-    steps = measured(run, config)
+    steps = read_measurements(run, config)
     profile = replace(profile, calibration=None)
     configs = {layout_text(step.layout): config.with_layout(step.layout) for step in steps}
 
@@ -190,4 +192,4 @@ def calibrated(
         tuple(configs),
         errors,
     )
-    return Calibrated(replace(profile, calibration=calibration), tuple(steps), fit)
+    return CalibrationFit(replace(profile, calibration=calibration), tuple(steps), fit)
