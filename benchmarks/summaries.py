@@ -152,7 +152,7 @@ def plans() -> str:
         (
             f"At the best budget of each corpus, a plan is {four} times as fast as the best single layout on four CPU ranks, and "
             f"{eight} times on eight.",
-            f"At the worst budget, it is {worst:.2f} times as fast.",
+            f"At the worst budget of these, it is {worst:.2f} times as fast.",
             f"Predictions of published steps are off by {result('published')['mean_raw']:.1%} on average.",
         )
     )

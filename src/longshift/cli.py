@@ -135,7 +135,7 @@ def train(
         explain: say what a step will insert, prune, move and need, and stop
         trace: a file for what rank 0 plays in its first step, to open in ui.perfetto.dev
         crowded: start more ranks than this machine's cores and memory are made for
-        on: ray, or ray:4 for 4 devices: start ranks on a Ray cluster, and again after a loss
+        on: ray, or ray:4 for 4 devices: ranks on a Ray cluster, again on those left after a loss
         restarts: with --on, how many times in a row to start again without a new checkpoint
     """
     from longshift.config_file import load_config
@@ -147,7 +147,17 @@ def train(
 
     rank, world = place()
     command = TrainCommand(
-        config, overrides, resume, resume_auto, trace, crowded, on, restarts, json, rank, world
+        config=config,
+        overrides=overrides,
+        resume=resume,
+        resume_auto=resume_auto,
+        trace=trace,
+        crowded=crowded,
+        on=on,
+        restarts=restarts,
+        json=json,
+        rank=rank,
+        world=world,
     )
     if explain:
         command.explain(run)
@@ -164,10 +174,17 @@ def worker(
     run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False
 ) -> None:
     """One rank that `train` started. It ends with the process that started it."""
+    from longshift.dist.launcher import launcher_pid
+    from longshift.dist.parent import end_with_parent
+    from longshift.trainer.interrupt import Interrupt
+
+    # Before the imports below, which take a second.
+    end_with_parent(signal.SIGKILL, launcher_pid())
+    stop = Interrupt()
     from longshift.train_command import work
     from longshift.trainer.run_folder import RunFolder
 
-    work(RunFolder(run), resume, trace, json)
+    work(RunFolder(run), resume, trace, json, stop)
 
 
 @app.command

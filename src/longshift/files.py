@@ -69,7 +69,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with held_folder(target.parent, "", ".building") as temporary:
-        # inside, as the temporary folder itself is for its owner only.
+        # It is made inside, as the temporary folder itself is for its owner only.
         building = temporary / target.name
         building.mkdir()
         fill(building)

@@ -9,7 +9,6 @@ What needs torch is imported inside functions: see [Note: imports inside functio
 """
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +26,7 @@ from longshift.command_results import print_result
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.dist.launcher import describe_place, place, ranks_per_node
-from longshift.dist.parent import call_this_process, end_with_parent
+from longshift.dist.parent import call_this_process
 from longshift.dist.ranks import Seed
 from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
@@ -197,6 +196,7 @@ class TrainCommand:
         words: list[str],
         devices: "RayDevices",
     ) -> None:
+        """Train in ranks on the devices of a Ray cluster."""
         from longshift.trainer.ray_launch import RayRun
 
         def refit(ranks: int) -> tuple[Config, PlanFile | None]:
@@ -257,10 +257,10 @@ class TrainCommand:
             raise error from fault
 
 
-def work(folder: RunFolder, resume: bool, trace: Path | None, json: bool) -> NoReturn:
-    """Be a rank that `train` started, which ends with the process that started it."""
-    end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_PARENT", os.getppid())))
-    stop = Interrupt()
+def work(
+    folder: RunFolder, resume: bool, trace: Path | None, json: bool, stop: Callable[[], bool]
+) -> NoReturn:
+    """Be a rank that `train` started. `stop`: whether to save and end early."""
     rank, _ = place()
     call_this_process(f"longshift-r{rank}")
     from longshift.trainer.launch import rank_error, tell

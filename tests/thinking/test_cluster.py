@@ -323,7 +323,7 @@ def test_presets_name_the_source_of_every_constant(name):
     assert bool(made.curves) == (name == "cpu")
 
 
-def test_presets_are_those_the_project_promises():
+def test_presets_have_those_the_project_promises():
     assert {"a100-40", "a100-80", "a800", "b200", "cpu", "h100", "h100-96", "h200"} <= set(files.presets())
     assert files.preset("A800").links["node"].bytes_per_s == 200e9
 

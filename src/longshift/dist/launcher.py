@@ -34,6 +34,11 @@ def own_rank() -> int:
     return place()[0]
 
 
+def launcher_pid() -> int:
+    """The process that started this rank: `longshift train`, where it says so, else the parent."""
+    return int(os.environ.get("LONGSHIFT_PARENT", os.getppid()))
+
+
 def describe_place() -> str:
     """Which variables say how many ranks there are."""
     return (

@@ -28,8 +28,8 @@ from longshift.errors import DataError
 if TYPE_CHECKING:  # the process of a template starts quickly
     from longshift.config_parts import Learn
 
-# Of a processor, for one rendering: a long conversation is rendered twice for each turn
-# of the assistant.
+# Processor seconds for one rendering. A long conversation is rendered twice for each turn of the
+# assistant.
 DEADLINE_S = 20.0
 MOST_BYTES = 4 << 30
 _CODE = "import sys; from longshift.documents.template_process import serve; serve(*sys.argv[1:])"

@@ -278,7 +278,7 @@ def _write(
             for (file_index, document), (ids, mask) in zip(batch, encoded):
                 source, _ = inputs[file_index]
                 if isinstance(document, Text) and len(ids) == empty_tokens:
-                    reason = f"the tokenizer finds no token in its {_size(document)} characters"
+                    reason = f"the tokenizer finds no token in {_size(document)} characters of text"
                     raise DataError(f"{document.where}: {reason}")
                 token_file.write(np.array(ids, dtype).tobytes())
                 if mask is None:

@@ -65,6 +65,8 @@ Tier = Literal["device", "host", "disk"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
+# Axes that have a field in `Layout`; others are in `extra`.
+_AXIS_FIELDS = frozenset(("tp", "ulysses", "ring", "dp", "pp"))
 # Fields of words with a number, besides the axes.
 _NUMBERS = {"z": "zero", "v": "virtual", "every": "every", "keep": "kept_blocks"}
 # Policies in the order in which they are written, after the axes.
@@ -94,8 +96,8 @@ _FLAGS = {
 }
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_RANKS = 1 << 20  # ten times the largest cluster
-# tokens, bytes or steps that a person writes: more than any corpus, memory or run has, and exact as
-# a float.
+# Tokens, bytes or steps that a person writes are at most this many: more than any corpus, memory or
+# run has, and exact as a float.
 MOST_SIZE = 1 << 40
 
 
@@ -293,9 +295,12 @@ class Layout(Degrees[int]):
 
     def degree(self, axis: str) -> int:
         """The degree of an axis, by its name. Raises UsageError for a name that is no axis's."""
+        # Rank arithmetic asks this for every rank, so a name is checked only where it is unusual.
+        if axis in _AXIS_FIELDS:
+            return getattr(self, axis)
         if axis not in axes.names():
             raise UsageError(f"{axis!r} is not an axis{did_you_mean(axis, axes.names())}")
-        return getattr(self, axis) if hasattr(self, axis) else dict(self.extra).get(axis, 1)
+        return dict(self.extra).get(axis, 1)
 
     def coord(self, rank: int) -> Coord:
         """Where a rank stands. Raises UsageError outside the layout's world."""

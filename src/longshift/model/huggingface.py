@@ -357,7 +357,7 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
 def _write_tokenizer(folder: Path, carried: FolderExtras | None) -> dict[str, Any]:
     """Write the files beside the tokenizer; the ids of special tokens as a config.json names
     them."""
-    # null, because a family's default ids belong to another tokenizer.
+    # Ids are null at first, because a family's default ids belong to another tokenizer.
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     if carried is None:
         return ids

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-# tokens, whose multiples cuDNN's attention takes: chunks and their cuts are, most documents are not
-# (`model.cut`).
+# cuDNN's attention takes multiples of this many tokens. Chunks and their cuts are such; most
+# documents are not (`model.cut`).
 EVEN = 1024
-# tokens: of longer pieces it takes what it can; such documents are computed in a call of their own.
+# Of pieces above this many tokens it takes what it can; such documents have a call of their own.
 LONG = 6144
 
 

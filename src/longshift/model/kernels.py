@@ -240,7 +240,7 @@ def reference_backward(
         row_grad = grad[:, :, rows]
         scores = _scores(row_q, keys, causal, scale, first, cap, window)
         p = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
-        # Of tanh; 0 where hidden.
+        # The derivative of tanh; 0 where hidden.
         slope = scores.div_(cap).clamp_(min=-1).square_().neg_().add_(1) if cap else None
         del scores  # freed before the gradients of the scores are allocated
 
@@ -333,9 +333,9 @@ def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
     return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
 
 
-# Atomic additions to dq, one order where asked.
+# Its backward adds to dq atomically, and in one order where that is asked.
 FLASH = Kernel("flash", flash, flash_backward, repeats="asked")
-# For tensors whose device does not tell.
+# The same for tensors whose device does not tell.
 FLASH_ON_CPU = Kernel("flash", flash_on_cpu, flash_on_cpu_backward)
 TILED = Kernel(
     "tiled",
@@ -371,5 +371,5 @@ def capped(cap: float) -> Kernel:
             for g in reference_backward(grad, wide_q, wide_k, wide_v, out, lse, causal, scale, cap)
         ]
 
-    # cuBLAS, a workspace a stream.
+    # cuBLAS repeats its bits where each stream has a workspace of its own.
     return Kernel(f"math, scores capped at {cap:g}", forward, backward, repeats="asked")

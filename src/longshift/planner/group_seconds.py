@@ -13,9 +13,9 @@ The seconds of a turn are those of `simulate.cost`, and overlap is that of the p
 gathers a unit under the one before, gradients are reduced under the backward, keys travel under
 attention. For even stages a slot is that of the clock, which has the last word.
 
-Of a group only sums over its documents are known. A step has the group with probability p = 1 -
-exp(-documents). Where it has, the busiest replica has its share of the tokens, or one document if
-that is more, in packs that are not quite full."""
+Of a group only sums over its documents are known. A step has the group with
+probability p = 1 - exp(-documents). Where it has, the busiest replica has its share of the tokens,
+or one document if that is more, in packs that are not quite full."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -25,7 +25,7 @@ TOKENS = {  # (device, quick): lengths on the diagonal; queries and keys of full
     ("cuda", True): ((1024, 4096, 16384), (1024, 8192)),
     ("cuda", False): ((1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 8192, 65536)),
 }
-# Of one operation.
+# The largest operation that is timed.
 MOST_FLOPS = {
     ("cpu", True): 1.2e10,
     ("cpu", False): 1.2e10,

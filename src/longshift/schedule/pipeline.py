@@ -1,10 +1,10 @@
 """Pipeline order: which forwards and backwards a pipeline coordinate runs, in which order, and what
 each receives and sends.
 
-A model in `pp * virtual` virtual stages: stage s runs on coordinate s % pp as its model chunk s //
-pp. A micro-batch goes up the stages forward and down them backward. An order is how many forwards a
-coordinate runs before its first backward; after them forwards and backwards alternate until the
-forwards run out. With p = pp, v = virtual, m micro-batches, and the bubble as a share
+A model in `pp * virtual` virtual stages: stage s runs on coordinate s % pp as its model chunk
+s // pp. A micro-batch goes up the stages forward and down them backward. An order is how many
+forwards a coordinate runs before its first backward; after them forwards and backwards alternate
+until the forwards run out. With p = pp, v = virtual, m micro-batches, and the bubble as a share
 of the ideal time:
 
                  forwards first                 bubble           paper
@@ -16,8 +16,8 @@ of the ideal time:
                             coord 1      F0 B0 F1 B1 F2 B2
 
 Backwards go through the micro-batches from the first to the last in all orders, so that a stage
-sums its gradients alike in all. A transfer moves one micro-batch's boundary activation: tokens *
-width * element bytes, shared over the sequence axes.
+sums its gradients alike in all. A transfer moves one micro-batch's boundary activation, of
+tokens * width * element bytes, shared over the sequence axes.
 
 [Note: micro counts that do not divide] The interleaved order goes through the micro-batches in
 groups of p. For other counts it is the order of the next multiple of p without the passes of the

@@ -24,8 +24,8 @@ FREE: Mapping[str, float] = {
     "power": 0.5, "ramp": 0.5, "tail": 0.5, "eager": 0.3, "compiled": 0.3, "scores": 0.3,
     "loss": 0.3, "update": 0.5, "jitter": 0.7, "messages": 0.5, "crowd": 0.5, "begin_s": 0.5,
 }  # fmt: skip
-# logarithm: what a step's seconds differ by from one run to the next,
-# and what no constant explains.
+# A step's seconds differ by so much, as a logarithm, from one run to the next; no constant explains
+# it.
 ERROR = 0.05
 OUTLIER = 0.12  # logarithm: three times what repeats of a published measurement differ by, and more
 ROUNDS = 8

@@ -45,7 +45,8 @@ from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import length_groups
 
-# micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks.
+# At least so many micro-batches of a visit are played, and of a pipeline FILLS times its stages'
+# chunks.
 LEAST_PLAYED = 16
 FILLS = 3
 # Of a rank's part of the host's memory: torch's fused AdamW took 0.47 ns for the 28 bytes of a

@@ -196,7 +196,8 @@ class Mesh(Degrees[Number]):
         return cls(*(layout.degree(axis.name) for axis in axes.token_axes()))
 
     def degree(self, axis: str) -> Number:
-        return self.degrees.get(axis, 1)
+        """Raises KeyError for an axis that shares no pack: a mesh knows no replicas and stages."""
+        return self.degrees[axis]
 
     @cached_property
     def distinct(self) -> tuple[list[tuple[int, ...]], np.ndarray | int]:

@@ -26,7 +26,7 @@ _DROPOUT = (
 )
 
 # Bookkeeping, text generation, classification, and where code is that is never run: nothing that a
-# forward pass to logits reads. fmt: off
+# forward pass to logits reads.
 _NOT_THE_FUNCTION = frozenset(
     (
         "_name_or_path",
@@ -110,7 +110,6 @@ _NOT_THE_FUNCTION = frozenset(
         "_sliding_window_pattern",
     )
 )
-# fmt: on
 
 # What an export takes from the config.json that a run began with. Other programs read such keys:
 # llama.cpp wants n_ctx of GPT-2. Left out: where weights came from, code that is not copied, and

@@ -150,7 +150,7 @@ class ModelSpec:
     nope_every: int = 0  # SmolLM3: block n, 2n, ... has no rotary embedding
     learned_positions: bool = False
     sliding_window: int | None = None  # tokens that a token attends to, its own included
-    # blocks, by unit, that attend to all of a document all the same.
+    # Blocks, by unit, that have no window although the others do.
     full_blocks: tuple[int, ...] = ()
     # What scores are multiplied with; 1 / sqrt(head width) where None.
     attention_scale: float | None = None

@@ -385,7 +385,7 @@ class HostTier(CopyTier):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.make_streams()
-        # dropped, and the event after the last use; by size, in order.
+        # Arenas that were dropped, each with the event after its last use; by size, in order.
         self.arenas: dict[int, list[tuple[Arena, Any]]] = {}
         # Bytes in whole pages: of objects, the most ever, of all arenas.
         self.held_room = self.most_room = self.pinned_room = 0

@@ -32,8 +32,8 @@ from longshift.switch.spread import (
 from longshift.switch.traffic import least_s, traffic
 from longshift.workload.groups import Edge, home_layout, visiting_order
 
-# cuts: n of them are n * n plans to compare, a second each for a large model; of more, estimates
-# are compared.
+# Plans of up to so many cuts are compared: n cuts are n * n plans, a second each for a large model.
+# Of more cuts, estimates are compared.
 MOST_PLANNED = 4
 
 

@@ -78,7 +78,8 @@ EARLY_NORMS = (*NORMS, 1e9, 1e9)
 LR = 3e-3
 PIECES = 64  # of cut documents, whose labels are compared
 MOST_READ = 64  # steps of the run from which documents are taken, at the most
-# relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order.
+# Of relative differences: float64 rounds at 1e-16, and sums of a deep model's many terms differ by
+# their order.
 TOLERANCE = 1e-9
 KINDS = ("loss", "grad", "weight", "optimizer")  # that are compared
 PROBES = 6

@@ -343,7 +343,7 @@ class _Follower(Thread):
             when = "at the end"
             self._tracker.finish(row)
         except BaseException as fault:
-            # Of a package that may do anything; what would end the process ends this thread.
+            # A package may raise anything; what would end the process ends this thread.
             first_line = str(fault).strip().splitlines()[:1]
             reason = ": ".join([type(fault).__name__, *first_line])
             self.say(f"failed {when}, and the run goes on without it: {reason}")

@@ -30,7 +30,7 @@ from longshift.trainer.step_measurements import clock_steps, fit_measurements, p
 
 STEPS = 4  # of a trial
 
-# config, whether to resume, after how many steps to save and end.
+# Arguments: config, whether to resume, after how many steps to save and end.
 PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]
 
 

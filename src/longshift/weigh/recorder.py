@@ -50,7 +50,7 @@ OF_TRUTHS = {
     "isneginf",
     "signbit",
 }
-# And of integers, if their arguments are.
+# Operations whose results are integers, if their arguments are.
 OF_INTEGERS = {"add", "sub", "mul", "where", "neg", "bitwise_and", "bitwise_or", "bitwise_not"}
 SCALARS = {"alpha", "approximate"}  # keyword arguments that change no shape or format
 # Operations that touch no element, and those that write one tensor which they do not read.
@@ -165,7 +165,7 @@ class TurnRecorder(TorchDispatchMode):
         self.calls: list[DeviceCall] = []
         # Whether what is played is one kernel on a device, which is counted as a whole.
         self.in_kernel = False
-        # Of attention, played before: peak, calls.
+        # Peak and calls of attention that was played before.
         self.pieces: dict[tuple, tuple[int, list[DeviceCall]]] = {}
 
     @classmethod

@@ -1,8 +1,8 @@
 """Document lengths: how they are spread, what a cap would lose, and what becomes of the documents
 longer than it.
 
-Lengths are tokens, int64 [documents], and count the end-of-text token: a document of m tokens has m
-- 1 targets."""
+Lengths are tokens, int64 [documents], and count the end-of-text token. A document of m tokens has
+m - 1 targets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
