@@ -38,6 +38,10 @@ def mean(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     return F.cross_entropy(logits_TV, labels_T)
 
 
+def broken(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    raise ValueError("no such row\nand more")
+
+
 def half(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     return F.cross_entropy(logits_TV.float(), labels_T, reduction="none")
 
@@ -151,6 +155,11 @@ class Functional(Sgd):
 class Needs(Sgd):
     def __init__(self, beta: float):
         self.beta = beta
+
+
+class Broken(Sgd):
+    def update(self, *arguments: object) -> None:
+        raise ValueError("no such vector")
 
 
 class Master(Sgd):

@@ -163,6 +163,7 @@ def test_clock_counts_what_a_loss_gathers():
     ("loss", "told"),
     [
         ("mean", r"returns shape \[\] for 8 tokens; return the loss of each, neither sum nor mean"),
+        ("broken", r"fails on random logits \[8, 61\]: ValueError: no such row \(.*own_code.py, line \d+\)$"),
         ("half", "returns torch.float32 for logits of torch.float64; leave the format as it is"),
         ("in_place", "changes its logits in place; compute on a copy"),
         ("centred", "is no sum over tokens: the loss of a token differs by"),
@@ -296,6 +297,7 @@ def test_vectors_are_updated_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch):
         ("Clips", "changes the gradient, which an update may need again"),
         ("Rebinds", "puts other tensors into its moments: change them in place"),
         ("Functional", "does not change the weight: update it in place"),
+        ("Broken", r"fails on random vectors of 64 elements: ValueError: no such vector \(.*own_code.py, line \d+\)$"),
         ("Needs", "is a class that cannot be made without arguments"),
         ("Master", "needs moments: a tuple of the names"),
         ("Text", "needs moments: a tuple of the names"),

@@ -296,6 +296,14 @@ def test_nothing_is_chosen_in_a_rank(place, longshift, monkeypatch, layout, word
     assert f"{word} is chosen before ranks start: write the {what} that" in err
 
 
+def test_explain_begins_nothing(place, longshift):
+    """No Ray, no run folder; and what is resumed is not asked."""
+    code, out, err = longshift("train run.yaml --explain --resume=auto --on ray:2 layout=dp2")
+    assert (code, err) == (0, "")
+    assert "home is cut as dp2" in out
+    assert not (place / "run").exists()
+
+
 def test_explain_counts_ranks_on_a_node_as_the_launcher_says(place, longshift, monkeypatch):
     """The nodes that the switch is planned for, and what goes between them."""
     groups = "layout='[{upto: 32, use: dp4}, {upto: 64, use: tp4}]'"
