@@ -90,7 +90,7 @@ class Probed:
 
 
 @dataclass
-class StepMeasurement:
+class MeasuredStep:
     """A scheme's steps. Mutable."""
 
     rates: list[float] = field(default_factory=list)
@@ -264,12 +264,12 @@ def _merged(ends: Sequence[int], layouts: Sequence[str]) -> tuple[tuple[int, str
     return tuple(pair for pair, after in zip(pairs, [*pairs[1:], None]) if after is None or after[1] != pair[1])
 
 
-def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int]) -> dict[Scheme, StepMeasurement]:
+def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int]) -> dict[Scheme, MeasuredStep]:
     """Every batch under every scheme, each in processes that last no longer. Peaks are what a scheme needs, and no holes in the C library's
     heap; that takes page faults, so speeds are of the rounds."""
     found = {}
     for scheme in schemes:
-        found[scheme] = measured = StepMeasurement()
+        found[scheme] = measured = MeasuredStep()
         with work.machine.world() as world:
             step(work, world, scheme, paths[scheme.first], 0, NO_HOLES)
             for number, count in enumerate(tokens):
@@ -281,9 +281,9 @@ def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tok
 
 def rounds(
     work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int], count: int
-) -> dict[Scheme, StepMeasurement]:
+) -> dict[Scheme, MeasuredStep]:
     """A step of every scheme in turn, each round from another one on."""
-    found = {scheme: StepMeasurement() for scheme in schemes}
+    found = {scheme: MeasuredStep() for scheme in schemes}
     with ExitStack() as stack:
         worlds = {scheme: stack.enter_context(work.machine.world()) for scheme in schemes}
         for scheme, world in worlds.items():
@@ -366,7 +366,7 @@ def on_corpus(
     return rows, [compared(budget_mib) for budget_mib in work.budgets_mib]
 
 
-def row(work: Work, data: str, scheme: Scheme, found: StepMeasurement, interleaved: bool) -> dict:
+def row(work: Work, data: str, scheme: Scheme, found: MeasuredStep, interleaved: bool) -> dict:
     model = work.machine.model
     return {
         "data": data,

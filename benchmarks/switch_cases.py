@@ -84,7 +84,7 @@ LARGE = (
 
 
 @dataclass(frozen=True)
-class StepMeasurement:
+class MeasuredSwitch:
     """A plan, what it puts on the links, the seconds it took to make, on the clock and of this process."""
 
     plan: Plan
@@ -93,7 +93,7 @@ class StepMeasurement:
     cpu_s: float
 
 
-def measure(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> StepMeasurement:
+def measure(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> MeasuredSwitch:
     """Plan from nothing: placements, slices, moves and the digest are all inside the time. `side`: copies, home, or home+copies."""
     clock, cpu = time.perf_counter(), time.process_time()
     spec = MODELS[model]
@@ -102,7 +102,7 @@ def measure(model: str, src: Layout, dst: Layout, side: str, planner: Planner, b
     plan = switch_plan(held, wanted if bucket_bytes is None else turn_about(held, wanted), LINKS, BF16_BYTES, planner, bucket_bytes)
     _ = plan.digest
     plan_s, cpu_s = time.perf_counter() - clock, time.process_time() - cpu
-    return StepMeasurement(plan, traffic(plan), plan_s, cpu_s)
+    return MeasuredSwitch(plan, traffic(plan), plan_s, cpu_s)
 
 
 def row(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> dict:

@@ -17,7 +17,7 @@ MICROS = range(1, 21)
 
 
 @dataclass(frozen=True)
-class TimedWork:
+class TimedPass:
     """An event with its start and end."""
 
     event: StagePass
@@ -36,12 +36,12 @@ def in_flight(order: Sequence[StagePass]) -> int:
 
 def timeline(
     layout: Layout, orders: Sequence[Sequence[StagePass]], seconds: Callable[[int, StagePass], float]
-) -> tuple[tuple[TimedWork, ...], ...]:
+) -> tuple[tuple[TimedPass, ...], ...]:
     """When each event of each coordinate runs, if transfers take no time and `seconds(coord, event)` is what an event takes.
 
     `orders` holds one event list a coordinate. Raises RuntimeError where all unfinished coordinates wait: a deadlock.
     """
-    done: list[list[TimedWork]] = [[] for _ in orders]
+    done: list[list[TimedPass]] = [[] for _ in orders]
     arrived: dict[Transfer | None, float] = {None: 0.0}  # an event that receives nothing can start at once
     progress = True
     while progress:
@@ -52,7 +52,7 @@ def timeline(
                 if waited_for not in arrived:
                     break
                 start = max(arrived[waited_for], done[coord][-1].end_s if done[coord] else 0.0)
-                done[coord].append(TimedWork(event, start, start + seconds(coord, event)))
+                done[coord].append(TimedPass(event, start, start + seconds(coord, event)))
                 arrived.setdefault(sends(layout, coord, event), done[coord][-1].end_s)
                 progress = True
     stuck = [f"coordinate {c} waits at {order[len(d)]}" for c, (order, d) in enumerate(zip(orders, done)) if len(d) < len(order)]
@@ -61,7 +61,7 @@ def timeline(
     return tuple(map(tuple, done))
 
 
-def makespan_s(times: Sequence[Sequence[TimedWork]]) -> float:
+def makespan_s(times: Sequence[Sequence[TimedPass]]) -> float:
     """When the last event ends."""
     return max((row[-1].end_s for row in times if row), default=0.0)
 

@@ -22,7 +22,7 @@ from longshift.switch.traffic import traffic
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from switch_cases import LINKS, MODELS, PLANNERS, PUBLISHED, Published, StepMeasurement, measure  # noqa: E402  # pyright: ignore[reportMissingImports]
+from switch_cases import LINKS, MODELS, PLANNERS, PUBLISHED, MeasuredSwitch, Published, measure  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 RELATIVE = 0.03  # of a published number, beside half its last digit
 
@@ -53,13 +53,13 @@ def sends_allow(case: Published) -> bool:
     return (case.src, case.dst) != ((2, 8, 2), (1, 16, 2))
 
 
-def received_bound(found: StepMeasurement) -> float:
+def received_bound(found: MeasuredSwitch) -> float:
     pairs, node = found.plan.bytes_by_pair, np.arange(found.plan.world) // LINKS.per_node
     near = node[:, None] == node
     return max((pairs * near).sum(0).max() / LINKS.intra_bytes_s, (pairs * ~near).sum(0).max() / LINKS.inter_bytes_s)
 
 
-def least_between(found: StepMeasurement) -> int:
+def least_between(found: MeasuredSwitch) -> int:
     """Bytes that some rank of a node wants and none of it has, over the nodes."""
     total = 0
     for w in found.plan.weights:
