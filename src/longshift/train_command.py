@@ -82,17 +82,10 @@ class TrainCommand:
         forked ranks. Raises LongshiftError."""
         # 1. A process that ranks are forked from imports what they need, while this one finds out
         # what runs.
-        may_start_ranks = (
-            self.world is None
-            and not self.on
-            and (isinstance(run.layout, AutoLayout) or run.world > 1)
-        )
+        may_have_ranks = isinstance(run.layout, AutoLayout) or run.world > 1
+        may_fork = self.world is None and not self.on and may_have_ranks and forks_ranks()
         with (
-            (
-                Seed(_load, partial(_work, main=main))
-                if may_start_ranks and forks_ranks()
-                else nullcontext()
-            ) as seed,
+            Seed(_load, partial(_work, main=main)) if may_fork else nullcontext() as seed,
             self._ray_devices(run) if self.on else nullcontext() as devices,
         ):
             console = Console(highlight=False)
@@ -134,14 +127,14 @@ class TrainCommand:
             run = resume_config(run, self.config, overrides, say if self.rank == 0 else silent)
         if devices is not None:
             run = devices.fit(run, resume, say)
-        resolved, plan = self._resolve_layout(run)
-        return ChosenConfig(requested=run, run=api.with_choices(resolved, say), plan=plan)
+        resolved, plan = self._resolve(run)
+        return ChosenConfig(requested=run, run=resolved, plan=plan)
 
-    def _resolve_layout(self, run: Config) -> tuple[Config, PlanFile | None]:
-        """The run with `layout: auto` chosen for this machine and the run's corpus, and the plan.
-        Raises UsageError under a launcher."""
+    def _resolve(self, run: Config) -> tuple[Config, PlanFile | None]:
+        """The run with its layouts and chunks chosen for this machine and the run's corpus, and the
+        plan of `layout: auto`. Raises UsageError where that is chosen under a launcher."""
         if not isinstance(run.layout, AutoLayout):
-            return run, None
+            return api.with_choices(run, say), None
         if self.world is not None:
             raise UsageError(
                 "layout: auto is chosen before ranks start: write it down with longshift plan"
@@ -149,12 +142,13 @@ class TrainCommand:
             )
         from longshift.trainer.auto_plan import resolve_layout
 
-        return resolve_layout(
+        planned, plan = resolve_layout(
             run,
             lambda ranks: api.this_machine(ranks, say),
             lambda: Lengths.from_array(api.open_tokens(run).lengths),
             say,
         )
+        return api.with_choices(planned, say), plan
 
     def _open_folder(self, run: Config, plan: PlanFile | None, resume: bool) -> RunFolder:
         """The run folder, made ready for this run. Raises UsageError where layouts need another
@@ -200,8 +194,7 @@ class TrainCommand:
         from longshift.trainer.ray_launch import RayRun
 
         def refit(ranks: int) -> tuple[Config, PlanFile | None]:
-            resolved, plan = self._resolve_layout(fit_ranks(chosen.requested, ranks))
-            return api.with_choices(resolved, say), plan
+            return self._resolve(fit_ranks(chosen.requested, ranks))
 
         RayRun(devices, folder, words, refit, self.restarts, say).train(chosen.run, resume)
 

@@ -300,9 +300,14 @@ def test_charts_in_one_file(here, tmp_path):
     profile_page.write_html(here, tmp_path / "plots.html")
     page = (tmp_path / "plots.html").read_text()
     titles = {"Matmul", "Elementwise", "Copies", "Disk", "Attention forward, 8/2x64 heads", "Attention backward, 8/2x64 heads"}
-    assert titles <= set(re.findall("<h2>(.*?)</h2>", page))
+    found = re.findall("<h2>(.*?)</h2>", page)
+    assert titles <= set(found)
     drawn = [json.loads(text) for text in re.findall('class="chart">(.*?)</script>', page)]
     assert all(len({series["name"] for series in chart["series"]}) == len(chart["series"]) for chart in drawn)
+    charts = dict(zip(found[-len(drawn) :], drawn))
+    assert all(chart["y"] == ("FLOP/s" if title.startswith(("Matmul", "Attention")) else "bytes/s") for title, chart in charts.items())
+    assert "bf16" in {series["name"] for series in charts["Matmul"]["series"]}
+    assert any("host" in series["name"] for series in charts["Copies"]["series"])
     assert sum(len(chart["series"]) for chart in drawn) == sum(name.split()[0] in dict(FAMILIES) for name in here.curves)
 
 

@@ -45,11 +45,8 @@ ROOMS = (*THINKING, *DOING, *FRONT)
 NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
 OUTSIDE = {"yaml_reader": {"yaml"}, "config": {"pydantic", "typing_extensions", "yaml"}}
 OUTSIDE |= {key: {"pydantic"} for key in ("config_parts", "config_file", "starter")}
-LAZY = {
-    "longshift.api",
-    "longshift.train_command",
-    "longshift.cli",
-}  # the front door answers --help and config errors before torch is imported
+# The front door answers --help and config errors before torch is imported.
+LAZY = {"longshift.api", "longshift.train_command", "longshift.cli"}
 ENVIRONMENT = {"longshift.train_command", "longshift.dist.launcher", "longshift.dist.world", "longshift.dist.ranks"}
 MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
 MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add", "discard", "update"}

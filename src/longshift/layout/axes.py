@@ -2,8 +2,8 @@
 once, and iterates over the table.
 
 `parallel` has a file for each axis whose ranks send inside a turn, with its paper, picture and
-bytes. `step.compose` inserts these at the seams of the model.
-`layout.legal` says why a degree is impossible.
+bytes. `step.compose` inserts these at the seams of the model. `layout.legal` says why a degree is
+impossible.
 """
 
 from collections.abc import Iterable
@@ -111,6 +111,11 @@ def holder_axes() -> tuple[Axis, ...]:
 def weight_axes() -> tuple[Axis, ...]:
     """Axes that cut weights."""
     return tuple(axis for axis in AXES if axis.shares == "weights")
+
+
+def cut_axes() -> tuple[Axis, ...]:
+    """Axes by whose degrees ranks have different weights: they cut each, or share the blocks."""
+    return tuple(axis for axis in AXES if axis.shares in ("weights", "blocks"))
 
 
 class Degrees(Generic[Degree]):

@@ -65,8 +65,6 @@ Tier = Literal["device", "host", "disk"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
-# Axes that have a field in `Layout`; others are in `extra`.
-_AXIS_FIELDS = frozenset(("tp", "ulysses", "ring", "dp", "pp"))
 # Fields of words with a number, besides the axes.
 _NUMBERS = {"z": "zero", "v": "virtual", "every": "every", "keep": "kept_blocks"}
 # Policies in the order in which they are written, after the axes.
@@ -380,6 +378,10 @@ class Layout(Degrees[int]):
                 units.append(layers + 1)  # the head
             chunks.append(tuple(units))
         return tuple(chunks)
+
+
+# Axes that have a field in `Layout`; others are in `extra`.
+_AXIS_FIELDS = frozenset(field.name for field in fields(Layout)) & frozenset(axes.names())
 
 
 def parse_size(value: object) -> object:

@@ -41,7 +41,7 @@ def mesh_names() -> tuple[str, ...]:
 
 def cut_names() -> tuple[str, ...]:
     """Choices that cut the weights."""
-    return (*(axis.name for axis in axes.AXES if axis.shares in ("weights", "blocks")), "virtual")
+    return (*(axis.name for axis in axes.cut_axes()), "virtual")
 
 
 def mesh_choices(layout: Layout, names: Sequence[str]) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ MOST = 15  # rounds
 # After so many seconds a family has fewer rounds than FEWEST, or none after its warm-up: others run
 # on the cores.
 LATEST_S = 10.0
-# An operation that takes so long on first use is warm: what is made once takes less.
+# An operation that takes this many seconds is warm after its first run: what is made once takes
+# less.
 WARM_S = 0.5
 SHORT_S = 2e-3  # operations that are shorter are repeated inside one timing
 # The same where cores are shared or capped: several periods of the kernel's scheduler, to see what

@@ -12,8 +12,8 @@ TITLES = {"matmul": "Matmul", "elementwise": "Elementwise", "copy": "Copies", "d
 
 
 def write_html(cluster: Cluster, file: Path) -> None:
-    """Raises UsageError where the file cannot be written."""
-    drawn: dict[str, list[Series]] = {}
+    """Write the page. Raises UsageError where the file cannot be written."""
+    drawn: dict[tuple[str, bool], list[Series]] = {}  # by title, and whether it is of FLOP/s
     for name, curve in cluster.curves.items():
         family = name.split()[0]
         if family not in dict(FAMILIES):
@@ -30,11 +30,10 @@ def write_html(cluster: Cluster, file: Path) -> None:
                 x.append(point[along])
                 y.append(rate(name, point, seconds)[0])
         title, label = _title_and_label(name)
-        series = drawn.setdefault(title, [])
+        series = drawn.setdefault((title, family in RATES), [])
         series.append(Series(label, y, len(series), x=x))
     charts = []
-    for title, series in drawn.items():
-        is_rate = title.split()[0].lower() in RATES
+    for (title, is_rate), series in drawn.items():
         heads = "Query heads / key heads x width. " * title.startswith("Attention")
         note = f"{heads}Other sizes are the largest." if is_rate else ""
         y_axis, x_axis = ("FLOP/s", "rows or tokens") if is_rate else ("bytes/s", "bytes")

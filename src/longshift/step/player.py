@@ -146,7 +146,7 @@ class Player(OperationPlayer):
         self._begin_state()
 
     def _begin_state(self) -> None:
-        """Be before the first step."""
+        """Set where the step is: before the first one."""
         self.visited: list[GroupVisit] = []
         self.after: Callable[[Op], object] | None = None  # sees each operation when it is done
         self.groups_here: Sequence[LengthGroup] = ()

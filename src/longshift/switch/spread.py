@@ -68,11 +68,7 @@ def plainest(layout: Layout) -> Layout:
     """The plainest layout that places copies, and their rows, as this one does: by stages and cuts
     of the weights, over so many ranks."""
     degrees = {axis.name: 1 for axis in axes.holder_axes()} | {"dp": layout.holders}
-    degrees |= {
-        axis.name: layout.degree(axis.name)
-        for axis in axes.AXES
-        if axis.shares in ("weights", "blocks")
-    }
+    degrees |= {axis.name: layout.degree(axis.name) for axis in axes.cut_axes()}
     return Layout(virtual=layout.virtual, stages=layout.stages).with_degrees(degrees)
 
 
