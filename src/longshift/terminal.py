@@ -61,7 +61,8 @@ def read_or_not(files: bool = False) -> Iterator[None]:
 def say(line: str) -> None:
     """Tell the person a line, on standard error, whether somebody reads it or not."""
     with read_or_not():
-        print(f"longshift: {printable(line)}", file=sys.stderr, flush=True)
+        # In one write, or what another thread prints would stand inside the line.
+        print(f"longshift: {printable(line)}\n", end="", file=sys.stderr, flush=True)
 
 
 class NotebookBar:

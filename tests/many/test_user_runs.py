@@ -105,7 +105,7 @@ class Mine:
         self.file = folder / f"{project}.jsonl"
 
     def write(self, **row):
-        print("row", row)
+        print(f"row {row}\\n", end="")  # in one write, as other threads tell things too
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\\n")
 
