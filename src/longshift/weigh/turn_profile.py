@@ -53,7 +53,10 @@ class RankSetup:
     """A rank, and how it computes. `compute_bytes`: of an element of the compute format;
     `transport`: gloo with CPUs, NCCL with GPUs; `float8`: whether matmuls of blocks take factors of
     eight bits; `compiled`: whether each function of `model.functions` is one kernel, as
-    `model.compiled_functions` makes it, whose memory is that of functions that are not."""
+    `model.compiled_functions` makes it, whose memory is that of functions that are not.
+
+    Of a layout only the axes that share tokens are kept, and recompute-selective: nothing else
+    changes a turn. So layouts that differ elsewhere share their profiles."""
 
     spec: ModelSpec
     layout: Layout
@@ -62,6 +65,15 @@ class RankSetup:
     transport: Transport = "gloo"
     float8: bool = False
     compiled: bool = False
+
+    def __post_init__(self) -> None:
+        degrees = {axis.name: self.layout.degree(axis.name) for axis in axes.token_axes()}
+        places = {axis.name: 0 for axis in axes.AXES}
+        places |= {name: self.coord.along(name) for name in degrees}
+        recompute = "selective" if self.layout.recompute == "selective" else "none"
+        layout = Layout(recompute=recompute).with_degrees(degrees)
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "coord", Coord.of(places))
 
     @property
     def dtype(self) -> torch.dtype:
