@@ -21,6 +21,7 @@ import re
 import sys
 import zlib
 from base64 import b85decode
+from collections.abc import Container
 from pathlib import Path
 from types import CodeType
 
@@ -35,6 +36,7 @@ DEAR_S = 3.0  # a case above it is chosen for what no cheaper case reaches
 DEAREST_S = 10.0  # no case of `make test` costs more
 OVERHEAD_S = 0.05  # a case's share of what pytest does
 LINES_A_SECOND = 10  # of a case that has become dear and stays
+CHEAPEST = "cheapest of its test"  # a reason
 LONGEST_NAME = 2000  # letters
 KEPT = {  # files, and why all their cases are chosen
     "tests/thinking/test_architecture.py": "rule of the rooms",
@@ -140,6 +142,14 @@ class Choice:
             if row["cpu_s"] < CHEAP_S:
                 self.reasons.setdefault(name, "cheap")
 
+    def add_cheapest(self, known: Container[str]) -> None:
+        """Of each test that has no case among the `known` ones, add the cheapest case."""
+        tested = {name.split("[")[0] for name in self.rows if name in known}
+        for name in sorted(self.rows, key=lambda name: self.rows[name]["cpu_s"]):
+            if (test := name.split("[")[0]) not in tested:
+                tested.add(test)
+                self.reasons.setdefault(name, CHEAPEST)
+
     def add_lines(self, target: np.ndarray, limit: int, dearest_s: float) -> None:
         """Add cases of up to `dearest_s`, most new lines for a second first, until at most `limit` lines of `target` are not run."""
         missing = target & ~np.any([self.lines[name] for name in self.reasons], axis=0)
@@ -167,7 +177,7 @@ def kept_reason(reason: str, seconds: float) -> str | None:
     lines = re.match(r"(\d+) lines$", reason)
     if lines and seconds > DEAR_S:
         return f"{reason} when it was cheaper" if int(lines[1]) >= LINES_A_SECOND * seconds else None
-    return reason if re.search(r"\d+ lines|benchmark", reason) else None
+    return reason if re.search(rf"\d+ lines|benchmark|^{CHEAPEST}$", reason) else None
 
 
 def needed_things(rows: dict[str, dict]) -> set[str]:
@@ -235,7 +245,8 @@ def main() -> None:
         for name in choice.rows.keys() & before.keys():
             if reason := kept_reason(before[name]["chosen_for"], choice.rows[name]["cpu_s"]):
                 choice.reasons.setdefault(name, reason)
-        print(f"{len(choice.reasons)} with those chosen for lines and benchmarks before, {choice.seconds():.0f} s")
+        choice.add_cheapest(known=before)
+        print(f"{len(choice.reasons)} with the cheapest of new tests and those chosen for lines and benchmarks before, {choice.seconds():.0f} s")
         report_and_write(rows, choice, arguments.write, {name: row for name, row in before.items() if name not in rows})
         return
 
