@@ -14,7 +14,7 @@ from longshift.errors import UsageError
 from longshift.model.decoder import rotary_table
 from longshift.spec.families import from_hugging_face, preset, to_hugging_face
 from longshift.spec.model import Rope
-from longshift.spec.stretch import beyond, replaced_scaling, stretched
+from longshift.spec.positions import beyond, replaced_scaling, stretched
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
@@ -45,7 +45,7 @@ def test_yarn_is_that_of_transformers(more: dict):
     spec = from_hugging_face(config.to_diff_dict())
     assert spec.rope is not None
     positions = torch.arange(0, 1024, 7)
-    cos, sin = rotary_table(spec.rope, spec.rotary_width, positions, torch.float64)
+    cos, sin = rotary_table(spec.rope, spec.positions_width, positions, torch.float64)
     for mine, other in zip((cos, sin), theirs(torch.zeros(1), positions[None])):
         assert (mine[:, 0] - other[0]).abs().max() < 2e-4, "float32 angles of up to 1024 radians"
     assert from_hugging_face(json.loads(json.dumps(to_hugging_face(spec)))) == spec

@@ -239,14 +239,12 @@ class ModelSpec:
     def _alike(self) -> tuple[int, ...]:
         """By block, from the first on, the first one that computes as it does."""
         # What is frozen changes which gradients a block has, so it makes another kind of block.
-        frozen_roles: dict[int, list[str]] = {}
-        for p in self.params if self.freeze else ():
-            if p.frozen:
-                frozen_roles.setdefault(p.unit, []).append(p.role)
         first_of_kind: dict[tuple, int] = {}
         alike = []
         for block in range(1, self.layers + 1):
-            kind = self.rope_of(block), self.window(block), tuple(frozen_roles.get(block, ()))
+            params = self.of_unit(block) if self.freeze else ()
+            frozen_roles = tuple(p.role for p in params if p.frozen)
+            kind = self.rope_of(block), self.window(block), frozen_roles
             alike.append(first_of_kind.setdefault(kind, block))
         return tuple(alike)
 
@@ -396,17 +394,8 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
         if spec.qk_norm:
             yield from _norm(spec, names, role, spec.head_width)
         if spec.qk_norm_whole:
-            size = parts[0].units * spec.head_width
-            yield Param(
-                f"{names[role]}.weight",
-                role,
-                (size,),
-                unit=0,
-                dim=0,
-                parts=parts,
-                decay=False,
-                init="ones",
-            )
+            for param in _norm(spec, names, role, parts[0].units * spec.head_width):
+                yield replace(param, dim=0, parts=parts)
     yield from _linear(spec, names, "o", query, spec.out_bias, from_parts=True)
     if spec.norm_place != "before":
         yield from _norm(spec, names, "post1", spec.width)
@@ -452,7 +441,6 @@ def _linear(
     # Whether the dim of `parts` is the first as it is stored.
     is_cut_first = from_parts == spec.fused_qkv
     shape = (size, spec.width) if is_cut_first else (spec.width, size)
-    init = "normal_out" if from_parts else "normal"
     yield Param(
         f"{names[role]}.weight",
         role,
@@ -460,20 +448,10 @@ def _linear(
         unit=0,
         dim=0 if is_cut_first else 1,
         parts=parts,
-        init=init,
+        init="normal_out" if from_parts else "normal",
     )
-    if has_bias and from_parts:
-        yield Param(
+    if has_bias:
+        bias = Param(
             f"{names[role]}.bias", f"{role}_bias", (spec.width,), unit=0, decay=False, init="zeros"
         )
-    elif has_bias:
-        yield Param(
-            f"{names[role]}.bias",
-            f"{role}_bias",
-            (size,),
-            unit=0,
-            dim=0,
-            parts=parts,
-            decay=False,
-            init="zeros",
-        )
+        yield bias if from_parts else replace(bias, shape=(size,), dim=0, parts=parts)
