@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from longshift.documents.chat import OPTIONAL
 from longshift.documents.file_kind import UTF8_MARK, Format, open_unpacked
 from longshift.errors import DataError, nearest, shown
 
@@ -25,34 +26,33 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of records are read: all of `needed`, and of `optional` those that are there.
-    `nested`: they may hold more than strings."""
+    """Which fields of records are read: all of `needed`, and where they are `nested`, so that they
+    may hold more than strings, those of `chat.OPTIONAL` that are there."""
 
     needed: tuple[str, ...]
-    optional: tuple[str, ...]
     nested: bool
 
-    def read_from(self, names: Sequence[str], where: str) -> list[str]:
-        """The fields to read of a record with these `names`. Raises DataError where one is not
-        there, or is there twice."""
+    def split(self, names: list[str], where: str) -> tuple[list[str], tuple[str, ...]]:
+        """Of the names of a record's fields, those that are read, and those that are not. Raises
+        DataError where one that is read is not there, or is there twice."""
         for field in self.needed:
             if field not in names:
                 raise DataError(f"{where}: {_no_field(field, names)}")
-        selected = [*self.needed, *(field for field in self.optional if field in names)]
+        optional = OPTIONAL if self.nested else ()
+        selected = [*self.needed, *(field for field in optional if field in names)]
         for field in selected:
-            count = list(names).count(field)
+            count = names.count(field)
             if count > 1:
                 raise DataError(f"{where}: {field!r} is the name of {count} columns")
-        return selected
+        return selected, tuple(name for name in names if name not in selected)
 
 
 class Record(NamedTuple):
-    """Fields by name; `where`: file and line or row; `byte`: ", byte N" where it is known;
-    `unread`: names of fields that no one reads."""
+    """Fields by name; `where`: file and line or row; `unread`: names of fields that no one
+    reads."""
 
     fields: dict[str, Any]
     where: str
-    byte: str
     unread: tuple[str, ...]
 
 
@@ -68,7 +68,8 @@ def read_records(path: str, form: Format, fields: Fields) -> Iterator[Record]:
     elif form == "parquet":
         with pq.ParquetFile(path) as table:
             names = table.schema_arrow.names
-            batches = table.iter_batches(_ROWS, columns=fields.read_from(names, path))
+            selected, _ = fields.split(names, path)
+            batches = table.iter_batches(_ROWS, columns=selected)
             yield from _read_batches(path, names, fields, batches)
     elif form == "arrow":
         yield from _read_arrow(path, fields)
@@ -112,23 +113,21 @@ def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
     blank_error = None
     records = 0
     for number, offset, line in _lines(path):
-        where = f"{path}, line {number}"
-        byte = f", byte {offset}"
+        line_place = f"{path}, line {number}"
+        where = f"{line_place}, byte {offset}"
         if not line.strip():
             if blank_error is None:
                 blank_error = DataError(
-                    f"{where}{byte}: the line is empty; each line is one JSON object such as"
-                    ' {"text": "..."}'
+                    f'{where}: the line is empty; each line is one JSON object such as {{"text":'
+                    ' "..."}'
                 )
             continue
         # An empty line is read over at the end alone: elsewhere a record may be lost.
         if blank_error:
             raise blank_error
-        text = _decode(line, where, offset).rstrip("\r\n")
-        values = _parse_json(text, where, offset)
-        yield _record(
-            _checked_object(values, where + byte, "one object a line"), fields, where, byte
-        )
+        text = _decode(line, line_place, offset).rstrip("\r\n")
+        values = _parse_json(text, line_place, offset)
+        yield _record(values, "one object a line", fields, where)
         records += 1
     if blank_error and not records:
         raise blank_error
@@ -149,19 +148,14 @@ def _parse_json(text: str, where: str, offset: int | None) -> Any:
         raise DataError(f"{place}: not JSON that can be read: {error}") from None
 
 
-def _checked_object(value: object, place: str, needed: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
+def _record(values: object, needed: str, fields: Fields, where: str) -> Record:
+    if not isinstance(values, dict):
         raise DataError(
-            f'{place}: a JSON {type(value).__name__}, where {needed} is needed, such as {{"text":'
+            f'{where}: a JSON {type(values).__name__}, where {needed} is needed, such as {{"text":'
             ' "..."}'
         )
-    return value
-
-
-def _record(values: dict[str, Any], fields: Fields, where: str, byte: str = "") -> Record:
-    selected = fields.read_from(list(values), where + byte)
-    unread = tuple(name for name in values if name not in selected)
-    return Record(values, where, byte, unread)
+    _, unread = fields.split(list(values), where)
+    return Record(values, where, unread)
 
 
 def _read_array(path: str, fields: Fields) -> Iterator[Record]:
@@ -185,8 +179,7 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
         kind = "an empty array" if entries == [] else type(entries).__name__
         raise DataError(f"{path}: holds {kind}, where an array of objects is needed")
     for number, values in enumerate(entries, 1):
-        where = f"{path}, entry {number}"
-        yield _record(_checked_object(values, where, "an object"), fields, where)
+        yield _record(values, "an object", fields, f"{path}, entry {number}")
 
 
 def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Record]:
@@ -212,14 +205,13 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
         previous_line = rows.line_num
         if names is None:
             names = values
-            selected = fields.read_from(names, path)
-            unread = tuple(name for name in names if name not in selected)
+            _, unread = fields.split(names, path)
         elif values:
             if len(values) != len(names):
                 raise DataError(
                     f"{where}: {len(values)} fields, where the first line names {len(names)}"
                 )
-            yield Record(dict(zip(names, values)), where, "", unread)
+            yield Record(dict(zip(names, values)), where, unread)
             records += 1
     if not records:
         raise DataError(f"{path}: there are no rows")
@@ -266,13 +258,7 @@ def _stream_names(state: Path) -> list[str]:
         ) from error
     for name in names:
         # A name that leads out of the folder would read files of the machine.
-        if (
-            not isinstance(name, str)
-            or not name
-            or name.startswith(".")
-            or "\0" in name
-            or Path(name).name != name
-        ):
+        if not isinstance(name, str) or not re.fullmatch(r"[^./\0][^/\0]*", name):
             raise DataError(
                 f"{state}: _data_files: {shown(name)} is no name of a file in the folder"
             )
@@ -294,11 +280,10 @@ def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterato
 
 
 def _read_batches(
-    path: str, names: Sequence[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0
+    path: str, names: list[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0
 ) -> Iterator[Record]:
     """Rows from number `row` on, of the columns that are read of these `names`."""
-    selected = fields.read_from(names, path)
-    unread = tuple(name for name in names if name not in selected)
+    selected, unread = fields.split(names, path)
     first_row = row
     for batch in batches:
         # In slices, as a batch may be a whole file, and Python objects are many times as large.
@@ -309,7 +294,7 @@ def _read_batches(
             }
             for index in range(len(part)):
                 record = {name: _without_nulls(values[index]) for name, values in columns.items()}
-                yield Record(record, f"{path}, row {row}", "", unread)
+                yield Record(record, f"{path}, row {row}", unread)
                 row += 1
     if row == first_row == 0:
         raise DataError(f"{path}: there are no rows")

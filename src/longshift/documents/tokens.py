@@ -20,7 +20,8 @@ import hashlib
 import json
 import platform
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -45,16 +46,27 @@ FILES = ("tokens.bin", "offsets.bin")
 MASK = "learned.bin"
 _FORMAT = 3
 _BATCH_CHARACTERS = 4 << 20
+# By format of a file, what a document is called in it, and the number of the first: editors count
+# lines from 1. A text or a Python file is one document, without a number.
+_UNITS: Mapping[str, tuple[str, int]] = {
+    "jsonl": ("line", 1),
+    "json": ("entry", 1),
+    "csv": ("record", 1),
+    "tsv": ("record", 1),
+    "function": ("item", 1),
+    "parquet": ("row", 0),
+    "arrow": ("row", 0),
+    "dataset": ("row", 0),
+}
 
 
 @dataclass(frozen=True)
 class CachedFile:
-    """A source file and the documents it gave; `first` is the number of its first, `source` that of
-    the source in data.train."""
+    """A source file and how many documents it gave; `source`: the number of its source in
+    data.train."""
 
     path: str
     format: str
-    first: int
     documents: int
     source: int
 
@@ -102,7 +114,10 @@ class TokenCache:
             folder=folder,
             lengths=np.diff(offsets).astype(np.int64, copy=False),
             fingerprint=_digest(body["tokenizer"], body["sha256"]),
-            files=_cached_files(body["files"]),
+            files=tuple(
+                CachedFile(row["path"], row["format"], row["documents"], row["source"])
+                for row in body["files"]
+            ),
             skipped=tuple((path, why) for path, why in body["skipped"]),
             notes=tuple(body["notes"]),
             _offsets=offsets,
@@ -153,22 +168,13 @@ class TokenCache:
 
     def where(self, document: int) -> str:
         """The file a document came from, and its line or row there."""
-        file = self.files[bisect_right(self.files, document, key=lambda f: f.first) - 1]
-        index = document - file.first
-        if file.format in ("parquet", "arrow", "dataset"):
-            return f"{file.path}, row {index}"
-
-        # Editors count lines from 1. A text or a Python file is one document: it has no number.
-        units = {
-            "jsonl": "line",
-            "json": "entry",
-            "csv": "record",
-            "tsv": "record",
-            "function": "item",
-        }
-        return (
-            f"{file.path}, {units[file.format]} {index + 1}" if file.format in units else file.path
-        )
+        ends = list(accumulate(file.documents for file in self.files))
+        number = bisect_right(ends, document)
+        file = self.files[number]
+        if file.format not in _UNITS:
+            return file.path
+        unit, first = _UNITS[file.format]
+        return f"{file.path}, {unit} {document - (ends[number] - file.documents) + first}"
 
 
 def build(
@@ -201,7 +207,9 @@ def build(
     if is_new:
         report = progress or (lambda bytes_done, total_bytes: None)
         try:
-            publish(target, lambda scratch: _write(inputs, tokenizer, chat, scratch, report))
+            publish(
+                target, lambda scratch: _write(sources, inputs, tokenizer, chat, scratch, report)
+            )
         except OSError as error:
             raise DataError(
                 f"{target}: cannot write the token cache: {error.strerror or error}"
@@ -233,14 +241,14 @@ def _template(
 class _Counts:
     """What is counted while tokens are written. Mutable.
 
-    `lengths`: of each document. `documents`: of each file. `learned`, `targets`: tokens of each
-    source, of those that have a target. `masked`: sources whose documents have masks.
+    `lengths`: of each document. `documents`: of each file. `learned`, `targets`: by source, tokens
+    that are learned and those that could be. `masked`: sources whose documents have masks.
     """
 
-    documents: list[int]
-    learned: np.ndarray
-    targets: np.ndarray
     lengths: list[int] = field(default_factory=list)
+    documents: Counter[int] = field(default_factory=Counter)
+    learned: Counter[int] = field(default_factory=Counter)
+    targets: Counter[int] = field(default_factory=Counter)
     masked: set[int] = field(default_factory=set)
 
     def add(self, file_index: int, source: int, mask: np.ndarray) -> None:
@@ -252,6 +260,7 @@ class _Counts:
 
 
 def _write(
+    sources: Sequence[Source],
     inputs: Sequence[tuple[int, File]],
     tokenizer: Tokenizer,
     chat: ChatTemplate | None,
@@ -261,20 +270,18 @@ def _write(
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
     empty_tokens = len(tokenizer.encode([""])[0])
     may_have_mask = any(file.learn for _, file in inputs)
-    num_sources = 1 + max(source for source, _ in inputs)
 
     # 1. Tokens and masks of all documents.
-    learned, targets = np.zeros((2, num_sources), np.int64)
-    counts = _Counts([0] * len(inputs), learned, targets)
+    counts = _Counts()
     skipped: list[tuple[str, str]] = []
     with (
         open(folder / "tokens.bin", "wb") as token_file,
         open(folder / MASK, "wb") as mask_file,
         TemplateProcess(chat) if chat else nullcontext() as template,
     ):
-        notes = [RecordNotes(template) for _ in range(num_sources)]
-        for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
-            encoded = _encoded(tokenizer, [document for _, document in batch])
+        notes = [RecordNotes(template) for _ in sources]
+        for batch in _batches(_texts(inputs, notes, skipped, progress)):
+            encoded = tokenizer.encode_documents([document for _, document in batch])
             for (file_index, document), (ids, mask) in zip(batch, encoded):
                 source, _ = inputs[file_index]
                 if isinstance(document, Text) and len(ids) == empty_tokens:
@@ -293,7 +300,7 @@ def _write(
     if not counts.lengths:
         raise DataError("the sources of data.train hold no document")
     if counts.masked:
-        _check_masks(inputs, counts.masked, counts.learned, counts.targets)
+        _check_masks(inputs, counts)
     else:
         (folder / MASK).unlink()
 
@@ -306,7 +313,11 @@ def _write(
         "tokens": sum(counts.lengths),
         "tokenizer": tokenizer.fingerprint,
         "skipped": skipped,
-        "notes": _note_sentences(inputs, notes),
+        "notes": [
+            f"{source.name}: {sentence}"
+            for source, source_notes in zip(sources, notes)
+            for sentence in source_notes.sentences()
+        ],
     }
     _write_manifest(folder, body, inputs, counts)
 
@@ -317,9 +328,10 @@ def _write_manifest(
     """Write what the tokens were made from, with the hashes of the files that hold them."""
     names = [*FILES, MASK] if counts.masked else FILES
     body["sha256"] = {name: _sha256(folder / name) for name in names}
-    body["files"] = []
-    for (source, file), documents in zip(inputs, counts.documents):
-        body["files"].append({**asdict(file), "source": source, "documents": documents})
+    body["files"] = [
+        {**asdict(file), "source": source, "documents": counts.documents[file_index]}
+        for file_index, (source, file) in enumerate(inputs)
+    ]
     text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
     (folder / "manifest.json").write_text(text + "\n")
 
@@ -329,78 +341,29 @@ def _size(document: Text | TokenIds) -> int:
     return len(document.text if isinstance(document, Text) else document.ids)
 
 
-def _encoded(
-    tokenizer: Tokenizer, documents: Sequence[Text | TokenIds]
-) -> Iterator[tuple[Sequence[int], np.ndarray | None]]:
-    """Token ids of each document, in order, and which of them are targets; None for all. Raises
-    DataError for an id that is no token."""
-    texts = [document for document in documents if isinstance(document, Text)]
-    plain = iter(tokenizer.encode([text.text for text in texts if text.learned is None]))
-    parts = iter(tokenizer.encode_learned([text for text in texts if text.learned is not None]))
-    for document in documents:
-        if isinstance(document, TokenIds):
-            _check_ids(document, tokenizer)
-            yield document.ids.tolist(), document.learned
-        else:
-            yield (next(plain), None) if document.learned is None else next(parts)
-
-
-def _check_ids(document: TokenIds, tokenizer: Tokenizer) -> None:
-    wrong = document.ids[(document.ids < 0) | (document.ids >= tokenizer.vocab)]
-    if len(wrong):
-        raise DataError(
-            f"{document.where}: ids has {wrong[0]}, and tokens of {tokenizer.file} are 0 to"
-            f" {tokenizer.vocab - 1}"
-        )
-
-
-def _check_masks(
-    inputs: Sequence[tuple[int, File]], masked: Set[int], learned: np.ndarray, targets: np.ndarray
-) -> None:
-    """Raises DataError for a source of conversations of which nothing is learned, or everything.
-
-    `masked`: sources of which some documents say what is learned; `learned`, `targets`: of each
-    source, tokens that are learned and those that could be.
-    """
+def _check_masks(inputs: Sequence[tuple[int, File]], counts: _Counts) -> None:
+    """Raises DataError for a source of conversations of which nothing is learned, or everything."""
     # Reversed, the first file of each source is the one that the dict keeps.
     for source, file in dict(reversed(inputs)).items():
-        total = targets[source]
-        if source not in masked:
+        total = counts.targets[source]
+        learned = counts.learned[source]
+        if source not in counts.masked:
             continue
-        if learned[source] == 0:
+        if learned == 0:
             raise DataError(
                 f"{file.path}: not one of {total} tokens would be learned; look at them with"
                 " longshift data CONFIG"
             )
-        if (
-            file.format != "function"
-            and file.learn in ("assistant", "last")
-            and learned[source] == total
-        ):
+        is_chosen = file.format != "function" and file.learn in ("assistant", "last")
+        if is_chosen and learned == total:
             raise DataError(
                 f"{file.path}: all {total} tokens would be learned, not only what the assistant"
                 " says: the template marks everything; to mean that, write learn: all"
             )
 
 
-def _note_sentences(inputs: Sequence[tuple[int, File]], notes: Sequence[RecordNotes]) -> list[str]:
-    """The notes of all sources, each with the name of its source."""
-    sentences = list[str]()
-    for source, source_notes in enumerate(notes):
-        name = _source_name(inputs, source)
-        sentences += [f"{name}: {sentence}" for sentence in source_notes.sentences()]
-    return sentences
-
-
-def _source_name(inputs: Sequence[tuple[int, File]], source: int) -> str:
-    """The file of a source, or its first of several."""
-    paths = [file.path for file_source, file in inputs if file_source == source]
-    return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-
-
 def _texts(
     inputs: Sequence[tuple[int, File]],
-    chat: TemplateProcess | None,
     notes: Sequence[RecordNotes],
     skipped: list[tuple[str, str]],
     progress: Progress,
@@ -413,7 +376,7 @@ def _texts(
     finished_bytes = 0
     for file_index, (source, file) in enumerate(inputs):
         characters = 0
-        for item in read(file, chat, notes[source]):
+        for item in read(file, notes[source]):
             if isinstance(item, SkippedFile):
                 skipped.append((item.where, item.why))
             else:
@@ -450,18 +413,6 @@ def _batches(
 # Reading
 
 
-def _cached_files(rows: Sequence[Mapping[str, Any]]) -> tuple[CachedFile, ...]:
-    """The files of a manifest, each with the number of its first document."""
-    cached = list[CachedFile]()
-    first = 0
-    for row in rows:
-        cached.append(
-            CachedFile(row["path"], row["format"], first, row["documents"], row["source"])
-        )
-        first += row["documents"]
-    return tuple(cached)
-
-
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
@@ -469,41 +420,32 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         body = manifest["body"]
         digest = manifest["sha256"]
     except FileNotFoundError:
-        raise DataError(f"{path} is missing; {_again(folder)}") from None
+        raise _damage(path, "missing") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged: {error}; {_again(folder)}") from error
+        raise _damage(path, f"damaged: {error}") from error
     if _digest(body) != digest:
-        raise DataError(
-            f"{path} is damaged: its contents do not give its SHA-256; {_again(folder)}"
-        )
+        raise _damage(path, "damaged: its contents do not give its SHA-256")
     if body["format"] != _FORMAT:
-        raise DataError(
-            f"{path}: format {body['format']}, where {_FORMAT} is read; {_again(folder)}"
-        )
+        raise _damage(path, f"of format {body['format']}, where {_FORMAT} is read")
     return body
 
 
 def _check_size(path: Path, size: int) -> None:
     if not path.exists():
-        raise DataError(f"{path} is missing; {_again(path.parent)}")
+        raise _damage(path, "missing")
     if path.stat().st_size != size:
-        raise DataError(
-            f"{path} is damaged: it has {path.stat().st_size} bytes, not {size};"
-            f" {_again(path.parent)}"
-        )
+        raise _damage(path, f"damaged: it has {path.stat().st_size} bytes, not {size}")
 
 
 def _check_contents(folder: Path, sha256: Mapping[str, str]) -> None:
     for name in sha256:
         if _sha256(folder / name) != sha256[name]:
-            raise DataError(
-                f"{folder / name} is damaged: its contents do not give its SHA-256;"
-                f" {_again(folder)}"
-            )
+            raise _damage(folder / name, "damaged: its contents do not give its SHA-256")
 
 
-def _again(folder: Path) -> str:
-    return f"to make it again: rm -r '{folder}'"
+def _damage(path: Path, fault: str) -> DataError:
+    """What is wrong with a file of a cache, and what to do."""
+    return DataError(f"{path} is {fault}; to make it again: rm -r '{path.parent}'")
 
 
 def _sha256(path: Path) -> str:
