@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longshift.config_parts import Learn
-from longshift.documents.record_notes import RecordNotes
+from longshift.documents.record_notes import UNLEARNED, UNREAD, RecordNotes
 from longshift.documents.template import Chat, RenderedConversation, UnsoundTemplate, check_unmarked
 from longshift.errors import did_you_mean
 
@@ -62,7 +62,7 @@ def render_record(
         prompt, completion = texts
         if not completion:
             raise BadRecord("the completion is empty, so there is nothing to learn")
-        notes.add_unread(extra)
+        notes.add(UNREAD, extra)
         start = 0 if learn == "all" else len(prompt)
         return RenderedConversation(prompt + completion, ((start, len(prompt) + len(completion)),))
     is_completion = len(values) == 2
@@ -160,7 +160,7 @@ def _render(chat: Chat, learn: Learn, notes: RecordNotes) -> RenderedConversatio
     except UnsoundTemplate as fault:
         raise BadRecord(str(fault)) from None
     if not rendered.learned:
-        notes.add_unlearned()
+        notes.add(UNLEARNED, ["conversations whose turns are all marked as not to learn"])
     return rendered
 
 

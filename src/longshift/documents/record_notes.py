@@ -15,6 +15,8 @@ from longshift.documents.template import Chat, UnsoundTemplate
 from longshift.documents.template_process import TemplateProcess
 
 UNREAD = "not read"
+ONE_TEXT = "read as one text, though its first line is a JSON object (name a field to read records)"
+UNLEARNED = "nothing is learned of"
 UNWRITTEN = "not written by the chat template"
 UNKNOWN = (
     "not known to be written by the chat template, as there are too many names to ask it of each"
@@ -43,20 +45,9 @@ class RecordNotes:
         self._is_written: dict[str, bool] = {}
         self._seen_tools: set[str] = set()
 
-    def add_unread(self, fields: Iterable[str]) -> None:
-        self.counts.update((UNREAD, field) for field in fields)
-
-    def add_text_of_records(self, name: str) -> None:
-        self.counts[
-            "read as one text, though its first line is a JSON object (name a field to read"
-            " records)",
-            name,
-        ] += 1
-
-    def add_unlearned(self) -> None:
-        self.counts[
-            "nothing is learned of", "conversations whose turns are all marked as not to learn"
-        ] += 1
+    def add(self, kind: str, fields: Iterable[str]) -> None:
+        """Count fields, or what else there is a note of this kind on."""
+        self.counts.update((kind, field) for field in fields)
 
     def add_unwritten(self, chat: Chat, text: str) -> None:
         """Count the fields of a conversation that do not show in its text."""
@@ -76,9 +67,7 @@ class RecordNotes:
 
         # 3. Variables that the template does not read.
         if self.template is not None:
-            self.counts.update(
-                (UNWRITTEN, name) for name in chat.variables if name not in self.template.variables
-            )
+            self.add(UNWRITTEN, chat.variables.keys() - self.template.variables)
 
     def _count_faults(
         self,

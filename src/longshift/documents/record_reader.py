@@ -8,8 +8,9 @@ structs. JSON says null where it means it."""
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,22 +60,12 @@ class Record(NamedTuple):
 def read_records(path: str, form: Format, fields: Fields) -> Iterator[Record]:
     """The records of a file, in its order. Raises DataError, and what `file_kind.UNREADABLE`
     lists."""
-    if form == "jsonl":
-        yield from _read_lines(path, fields)
-    elif form == "json":
-        yield from _read_array(path, fields)
-    elif form in ("csv", "tsv"):
-        yield from _read_delimited(path, fields, "," if form == "csv" else "\t")
-    elif form == "parquet":
-        with pq.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            selected, _ = fields.split(names, path)
-            batches = table.iter_batches(_ROWS, columns=selected)
-            yield from _read_batches(path, names, fields, batches)
-    elif form == "arrow":
-        yield from _read_arrow(path, fields)
-    else:
-        yield from _read_dataset(path, fields)
+    is_empty = True
+    for record in _READERS[form](path, fields):
+        is_empty = False
+        yield record
+    if is_empty:
+        raise DataError(f"{path}: there are no rows")
 
 
 # Text
@@ -111,26 +102,23 @@ def _decode(line: bytes, where: str, offset: int) -> str:
 
 def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
     blank_error = None
-    records = 0
     for number, offset, line in _lines(path):
         line_place = f"{path}, line {number}"
         where = f"{line_place}, byte {offset}"
-        if not line.strip():
-            if blank_error is None:
-                blank_error = DataError(
-                    f'{where}: the line is empty; each line is one JSON object such as {{"text":'
-                    ' "..."}'
-                )
-            continue
         # An empty line is read over at the end alone: elsewhere a record may be lost.
-        if blank_error:
+        is_blank = not line.strip()
+        if blank_error is None and is_blank:
+            blank_error = DataError(
+                f'{where}: the line is empty; each line is one JSON object such as {{"text":'
+                ' "..."}'
+            )
+        if blank_error and (number == 1 or not is_blank):
             raise blank_error
+        if is_blank:
+            continue
         text = _decode(line, line_place, offset).rstrip("\r\n")
         values = _parse_json(text, line_place, offset)
         yield _record(values, "one object a line", fields, where)
-        records += 1
-    if blank_error and not records:
-        raise blank_error
 
 
 def _parse_json(text: str, where: str, offset: int | None) -> Any:
@@ -190,7 +178,6 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
     )
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = None
-    records = 0
     previous_line = 0
     while True:
         # A row begins below the last line of the row before: a quoted field may hold line breaks.
@@ -201,7 +188,7 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
             kind = "CSV" if delimiter == "," else "TSV"
             raise DataError(f"{where}: not {kind}: {error}") from None
         if values is None:
-            break
+            return
         previous_line = rows.line_num
         if names is None:
             names = values
@@ -212,12 +199,17 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
                     f"{where}: {len(values)} fields, where the first line names {len(names)}"
                 )
             yield Record(dict(zip(names, values)), where, unread)
-            records += 1
-    if not records:
-        raise DataError(f"{path}: there are no rows")
 
 
 # Tables
+
+
+def _read_parquet(path: str, fields: Fields) -> Iterator[Record]:
+    with pq.ParquetFile(path) as table:
+        names = table.schema_arrow.names
+        selected, _ = fields.split(names, path)
+        batches = table.iter_batches(_ROWS, columns=selected)
+        yield from _read_batches(path, names, fields, batches)
 
 
 def _read_arrow(path: str, fields: Fields) -> Iterator[Record]:
@@ -275,8 +267,6 @@ def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterato
                     row += 1
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(f"{stream}: cannot be read as an Arrow stream: {error}") from error
-    if not row:
-        raise DataError(f"{path}: there are no rows")
 
 
 def _read_batches(
@@ -284,7 +274,6 @@ def _read_batches(
 ) -> Iterator[Record]:
     """Rows from number `row` on, of the columns that are read of these `names`."""
     selected, unread = fields.split(names, path)
-    first_row = row
     for batch in batches:
         # In slices, as a batch may be a whole file, and Python objects are many times as large.
         for begin in range(0, len(batch), _ROWS):
@@ -296,8 +285,6 @@ def _read_batches(
                 record = {name: _without_nulls(values[index]) for name, values in columns.items()}
                 yield Record(record, f"{path}, row {row}", unread)
                 row += 1
-    if row == first_row == 0:
-        raise DataError(f"{path}: there are no rows")
 
 
 def _values(path: str, fields: Fields, name: str, column: pa.Array, row: int) -> list[Any]:
@@ -356,3 +343,14 @@ def _no_field(field: str, names: Sequence[str]) -> str:
         f"there is no field {field!r} (data.train), only"
         f" {', '.join(map(repr, names)) or 'none'}{hint}"
     )
+
+
+_READERS: Mapping[Format, Callable[[str, Fields], Iterator[Record]]] = {
+    "jsonl": _read_lines,
+    "json": _read_array,
+    "csv": partial(_read_delimited, delimiter=","),
+    "tsv": partial(_read_delimited, delimiter="\t"),
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+    "dataset": _read_dataset,
+}

@@ -30,7 +30,7 @@ from longshift.documents.file_kind import (
     open_unpacked,
 )
 from longshift.documents.function_reader import KEY, TokenIds, read_items
-from longshift.documents.record_notes import RecordNotes
+from longshift.documents.record_notes import ONE_TEXT, UNREAD, RecordNotes
 from longshift.documents.record_reader import Fields, Record, read_records
 from longshift.documents.template import Span
 from longshift.errors import DataError, nearest
@@ -136,7 +136,7 @@ def read(file: File, notes: RecordNotes | None = None) -> Iterator[Text | TokenI
         else:
             fields = Fields(file.fields, nested=file.learn is not None)
             for record in read_records(file.path, file.format, fields):
-                notes.add_unread(record.unread)
+                notes.add(UNREAD, record.unread)
                 yield _document(file, record, notes)
     except (*UNREADABLE, UnicodeDecodeError) as error:  # names of columns, too
         raise DataError(f"{file.path}: cannot be read as {file.format}: {error}") from error
@@ -268,7 +268,7 @@ def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
     if not text:
         raise DataError(f"{file.path}: the file is empty")
     if begins_with_record(data[:HEAD_BYTES]):
-        notes.add_text_of_records(os.path.basename(file.path))
+        notes.add(ONE_TEXT, [os.path.basename(file.path)])
     yield Text(text, file.path)
 
 
@@ -285,7 +285,7 @@ def _read_function(file: File, notes: RecordNotes) -> Iterator[Text | TokenIds]:
         if isinstance(item, TokenIds):
             yield item
             continue
-        notes.add_unread(item.unread)
+        notes.add(UNREAD, item.unread)
         if "messages" in item.fields:
             yield _document(replace(file, fields=("messages",)), item, notes)
         else:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ class TokenCache:
     """Documents of a corpus as tokens.
 
     `lengths` int64 [documents], end of text included; `fingerprint` of the tokens; `skipped` (path,
-    reason) of each file that gave none; `notes`: what of the sources no token shows,
-    a sentence each.
+    reason) of each file that gave none; `notes`: what of the sources no token shows, a sentence
+    each.
     """
 
     folder: Path
@@ -100,17 +101,12 @@ class TokenCache:
         """
         folder = Path(folder)
         body = _read_manifest(folder)
-        has_mask = MASK in body["sha256"]
-
-        _check_size(folder / "tokens.bin", body["tokens"] * np.dtype(body["dtype"]).itemsize)
-        _check_size(folder / "offsets.bin", (body["documents"] + 1) * np.dtype("<i8").itemsize)
-        if has_mask:
-            _check_size(folder / MASK, body["tokens"] * np.dtype("u1").itemsize)
-        if verify:
-            _check_contents(folder, body["sha256"])
-
-        offsets = np.memmap(folder / "offsets.bin", "<i8", "r")
-        return cls(
+        tokens = _open_array(folder / "tokens.bin", body["tokens"], body["dtype"])
+        offsets = _open_array(folder / "offsets.bin", body["documents"] + 1, "<i8")
+        learned = None
+        if MASK in body["sha256"]:
+            learned = _open_array(folder / MASK, body["tokens"], "u1")
+        cache = cls(
             folder=folder,
             lengths=np.diff(offsets).astype(np.int64, copy=False),
             fingerprint=_digest(body["tokenizer"], body["sha256"]),
@@ -121,18 +117,23 @@ class TokenCache:
             skipped=tuple((path, why) for path, why in body["skipped"]),
             notes=tuple(body["notes"]),
             _offsets=offsets,
-            _tokens=np.memmap(folder / "tokens.bin", body["dtype"], "r"),
-            _learned=np.memmap(folder / MASK, "u1", "r") if has_mask else None,
+            _tokens=tokens,
+            _learned=learned,
             _sha256=body["sha256"],
         )
+        if verify:
+            cache.verify()
+        return cache
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def verify(self) -> None:
-        """Read every token. Raises DataError where the files are not those
-        that the manifest describes."""
-        _check_contents(self.folder, self._sha256)
+        """Read every token. Raises DataError where a file is not what the manifest describes."""
+        for name, digest in self._sha256.items():
+            if _sha256(self.folder / name) != digest:
+                fault = "damaged: its contents do not give its SHA-256"
+                raise _damage(self.folder / name, fault)
 
     @property
     def identity(self) -> str:
@@ -196,8 +197,7 @@ def build(
     inputs = [(index, file) for index, source in enumerate(sources) for file in files(source)]
     chat = _template(sources, tokenizer, template)
 
-    # The template is in the key only where there is one, so that caches of plain texts
-    # keep their key.
+    # The template is in the key only where there is one: caches of plain texts keep their key.
     file_facts = [(source, asdict(file)) for source, file in inputs]
     template_facts = [asdict(chat)] if chat else []
     key = _digest(_FORMAT, tokenizer.fingerprint, file_facts, *template_facts)
@@ -207,13 +207,10 @@ def build(
     if is_new:
         report = progress or (lambda bytes_done, total_bytes: None)
         try:
-            publish(
-                target, lambda scratch: _write(sources, inputs, tokenizer, chat, scratch, report)
-            )
+            publish(target, partial(_write, sources, inputs, tokenizer, chat, report))
         except OSError as error:
-            raise DataError(
-                f"{target}: cannot write the token cache: {error.strerror or error}"
-            ) from error
+            reason = error.strerror or error
+            raise DataError(f"{target}: cannot write the token cache: {reason}") from error
     # The hash of a new one was made from what was written.
     return TokenCache.open(target, verify and not is_new)
 
@@ -264,8 +261,8 @@ def _write(
     inputs: Sequence[tuple[int, File]],
     tokenizer: Tokenizer,
     chat: ChatTemplate | None,
-    folder: Path,
     progress: Progress,
+    folder: Path,
 ) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
     empty_tokens = len(tokenizer.encode([""])[0])
@@ -430,17 +427,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _check_size(path: Path, size: int) -> None:
+def _open_array(path: Path, length: int, dtype: str) -> np.ndarray:
     if not path.exists():
         raise _damage(path, "missing")
+    size = length * np.dtype(dtype).itemsize
     if path.stat().st_size != size:
         raise _damage(path, f"damaged: it has {path.stat().st_size} bytes, not {size}")
-
-
-def _check_contents(folder: Path, sha256: Mapping[str, str]) -> None:
-    for name in sha256:
-        if _sha256(folder / name) != sha256[name]:
-            raise _damage(folder / name, "damaged: its contents do not give its SHA-256")
+    return np.memmap(path, dtype, "r")
 
 
 def _damage(path: Path, fault: str) -> DataError:

@@ -267,12 +267,12 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
     understand too."""
     family = FAMILIES[spec.family]
     is_gpt2 = family.keys is _GPT2_KEYS
-    config = {
+    config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": spec.family,
         **{key: getattr(spec, name) for name, key in family.keys.items()},
-        **(dict.fromkeys(_GPT2_DROPOUT, 0.0) if is_gpt2 else _llama_like_keys(spec, family)),
     }
+    config |= dict.fromkeys(_GPT2_DROPOUT, 0.0) if is_gpt2 else _llama_like_keys(spec, family)
     if spec.activation == "gelu_tanh":
         config[family.keys["activation"]] = "gelu_new" if is_gpt2 else "gelu_pytorch_tanh"
     # Read back, because a key that a family lacks would be lost without a word. How it was trained

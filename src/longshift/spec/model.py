@@ -79,8 +79,7 @@ class Part:
     heads: int | None = None
 
     def rows(self, parts: int, index: int) -> tuple[int, int]:
-        """Half-open range of rows, relative to the part's start,
-        of coordinate `index` of `parts`."""
+        """Half-open range of rows, from the part's start, of coordinate `index` of `parts`."""
         first, last = share(self.heads or self.units, parts, index)
         group = self.heads // self.units if self.heads else 1
         return first // group * self.size, -(-last // group) * self.size
@@ -116,8 +115,7 @@ LOSS_ROWS = 1024
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and switches of a decoder. Two specs are the same function exactly when
-    they are equal."""
+    """A decoder in numbers. Two specs are the same function exactly when they are equal."""
 
     family: str
     vocab: int
@@ -175,11 +173,8 @@ class ModelSpec:
     @cached_property
     def params(self) -> tuple[Param, ...]:
         """The parameter table in canonical order."""
-        return tuple(
-            with_adapters(
-                _parameter_table(self), self.layers, self.lora, self.freeze, self.fused_qkv
-            )
-        )
+        table = _parameter_table(self)
+        return tuple(with_adapters(table, self.layers, self.lora, self.freeze, self.fused_qkv))
 
     @property
     def base(self) -> "ModelSpec":
@@ -284,20 +279,18 @@ class ModelSpec:
 
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on
-        average (causal: half its document).
-        6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded),
-        12 * N * H per attended token and layer; recomputation not counted."""
+        average (causal: half its document). 6 per matmul weight that is trained, 4 per one that is
+        not, 12 * N * H per attended token and layer; look-ups and recomputation not counted."""
         return self._matmul_flops + 12.0 * self.layers * self.heads * self.head_width * context
 
     @cached_property
     def _matmul_flops(self) -> float:
         """FLOP of forward and backward for a token through the weights."""
-        matmul = (
-            p
-            for p in self.params
-            if p.also_unit is not None or p.role not in ("embed", "positions")
-        )
-        return sum(p.elements * (4.0 if p.frozen else 6.0) for p in matmul)
+        flops = 0.0
+        for p in self.params:
+            if p.also_unit is not None or p.role not in ("embed", "positions"):
+                flops += p.elements * (4.0 if p.frozen else 6.0)
+        return flops
 
 
 # By role, the names of modules as published checkpoints have them.

@@ -13,7 +13,7 @@ All but theta take the place of a scaling that the model has, which `replaced_sc
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -230,14 +230,12 @@ def read_window(
         every = read.size("sliding_window_pattern", every)
         sliding = [block % every > 0 for block in blocks]
     else:
-        is_used = read.flag("use_sliding_window", False) and is_used
+        is_asked = kind is None and read.config.get("sliding_window") is not None
+        is_used = read.flag("use_sliding_window", is_asked) and is_used
         first = read.value(
             "max_window_layers", 28, lambda v: type(v) is int and v >= 0, "must be a whole number"
         )
-        sliding = [is_used and block > first for block in blocks]
-    if kind is None:
-        _refuse_window(read, types)
-        return None, ()
+        sliding = [is_used and (kind is None or block > first) for block in blocks]
 
     # 3. Which ones it says.
     if types:
@@ -247,7 +245,12 @@ def read_window(
         if kind == "some" and any(named) and not is_used:
             read.fault("use_sliding_window", False, "but layer_types says sliding_attention")
         sliding = named
-    if window is None or not any(sliding):
+    if kind is None and any(sliding):
+        keys = ("layer_types", "use_sliding_window", "sliding_window")
+        key = next(key for key in keys if read.config.get(key) is not None)
+        reason = "needs a sliding window, which this family has not"
+        read.fault(key, read.config[key], reason)
+    if kind is None or window is None or not any(sliding):
         return None, ()
     return window, tuple(block for block, has_window in zip(blocks, sliding) if not has_window)
 
@@ -258,20 +261,6 @@ def _are_types(value: Any, layers: int) -> bool:
     return (
         isinstance(value, list) and len(value) == layers and all(entry in types for entry in value)
     )
-
-
-def _refuse_window(read: Reader, types: Sequence[str] | None) -> None:
-    """Faults of a family without a window whose config asks for one."""
-    config = read.config
-    is_off = types or config.get("use_sliding_window") is False
-    requests = {
-        "use_sliding_window": config.get("use_sliding_window") is True,
-        "layer_types": "sliding_attention" in (types or ()),
-        "sliding_window": config.get("sliding_window") and not is_off,
-    }
-    for key, is_requested in requests.items():
-        if is_requested:
-            read.fault(key, config[key], "needs a sliding window, which this family has not")
 
 
 def window_keys(spec: ModelSpec, kind: WindowKind | None) -> dict[str, Any]:

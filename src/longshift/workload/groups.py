@@ -250,7 +250,7 @@ def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]]) -> tu
     @cache
     def cheapest(node: int, unvisited: frozenset[int]) -> tuple[float, tuple[int, ...]]:
         """Cost and order of visiting these nodes after `node`; `n` is home."""
-        orders = [(0.0, ())] if not unvisited else []
+        orders: list[tuple[float, tuple[int, ...]]] = [] if unvisited else [(0.0, ())]
         for next_node in unvisited:
             rest_cost, rest = cheapest(next_node, unvisited - {next_node})
             orders.append((costs[node][next_node] + rest_cost, (next_node, *rest)))
