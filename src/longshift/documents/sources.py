@@ -155,18 +155,13 @@ def unchanged(file: File) -> bool:
 
 
 def _library() -> list[str]:
-    """The `.py` files of the standard library, by their path in it."""
-    root = sysconfig.get_path("stdlib")
+    """The `.py` files of the standard library, by their path."""
     paths = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         # In place: os.walk leaves these out.
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
-        paths += [
-            os.path.join(folder, name)
-            for name in names
-            if name.endswith(".py") and name not in _NOT_LIBRARY
-        ]
-    return sorted(paths, key=lambda path: Path(os.path.relpath(path, root)).as_posix())
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths)
 
 
 def _is_dataset(path: str) -> bool:

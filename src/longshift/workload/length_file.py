@@ -15,12 +15,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heapreplace
 from pathlib import Path
 
 import numpy as np
 
 from longshift.errors import DataError, UsageError
+from longshift.workload.groups import shares
 
 BIN_POINTS = 64  # lengths that stand for a bin, at most
 COUNTED = 20_000  # documents that are drawn to count how many a step has
@@ -97,14 +97,9 @@ class Lengths:
         lengths = self.lengths[np.searchsorted(ends, ranks)]
 
         # From the longest on, each document goes to the step that has the fewest tokens yet.
-        step_lengths: list[list[int]] = [[] for _ in range(steps)]
-        loads = [(0, step) for step in range(steps)]
-        for length in lengths.tolist():
-            tokens, step = loads[0]
-            step_lengths[step].append(length)
-            heapreplace(loads, (tokens + length, step))
         random = np.random.default_rng(0)
-        return [random.permutation(np.array(documents, np.int64)) for documents in step_lengths]
+        dealt = shares(lengths.tolist(), steps)
+        return [random.permutation(lengths[list(documents)]) for documents in dealt]
 
 
 def read_lengths(path: Path) -> Lengths:
