@@ -121,38 +121,32 @@ class ChatTemplate:
         ]
         excluded = {number for number in turns if chat.learned and chat.learned[number] is False}
         text, marks = _unmarked(self._write(chat))
-        if learn == "all" and not excluded:
-            return RenderedConversation(text, ((0, len(text)),))
         if learn == "assistant" and not excluded and marks:
             return RenderedConversation(text, tuple(marks))
 
-        # 1. The spans of each turn that counts.
-        if learn == "last":
-            selected = turns[-1:]
-        elif learn == "all":
+        # 1. The turns that are learned or, where everything is, those that are not.
+        if learn == "all":
             selected = sorted(excluded)
         else:
-            selected = turns
-        if marks:
-            spans = self._marked_spans(chat, turns, marks)
-        else:
-            spans = {number: [self._turn(text, chat, number)] for number in selected}
+            candidates = turns[-1:] if learn == "last" else turns
+            selected = [number for number in candidates if number not in excluded]
 
-        # 2. What is learned: these, or the rest of the text.
-        if learn == "all":
-            excluded_spans = sorted(span for number in excluded for span in spans[number])
-            return RenderedConversation(text, _between(excluded_spans, len(text)))
-        learned = list[Span]()
+        # 2. Their spans.
+        if marks and selected:
+            spans_by_turn = self._marked_spans(chat, turns, marks)
+        else:
+            spans_by_turn = {number: [self._turn(text, chat, number)] for number in selected}
+        spans = list[Span]()
         for number in selected:
-            if number in excluded:
-                continue
-            if not spans[number]:
+            if not spans_by_turn[number]:
                 raise UnsoundTemplate(
                     f"the chat template ({self.where}) marks nothing in turn {number + 1}, of the"
                     " assistant"
                 )
-            learned += spans[number]
-        return RenderedConversation(text, tuple(learned))
+            spans += spans_by_turn[number]
+        return RenderedConversation(
+            text, _between(spans, len(text)) if learn == "all" else tuple(spans)
+        )
 
     def turn_end(self) -> str | None:
         """The special token that ends what is learned of a turn; None where none does, or the
@@ -195,21 +189,14 @@ class ChatTemplate:
     ) -> dict[int, list[Span]]:
         """The marked spans of each turn: those that come with it when the conversation is written
         turn by turn."""
-        spans = {}
-        begin = 0
-        for number in turns:
-            _, marks_so_far = _unmarked(self._write(chat, number + 1))
-            end = len(marks_so_far)
-            spans[number] = list(marks[begin:end])
-            if end < begin:
-                break
-            begin = end
-        if begin != len(marks) or len(spans) < len(turns):
+        counts = [len(_unmarked(self._write(chat, number + 1))[1]) for number in turns]
+        begins = [0, *counts[:-1]]
+        if counts != sorted(counts) or counts[-1] != len(marks):
             raise UnsoundTemplate(
                 f"the chat template ({self.where}) marks earlier turns otherwise once others"
                 " follow; mark each turn once"
             )
-        return spans
+        return {number: list(marks[begin:end]) for number, begin, end in zip(turns, begins, counts)}
 
     def _turn(self, text: str, chat: Chat, number: int) -> Span:
         """Where one turn of the assistant stands in the text."""

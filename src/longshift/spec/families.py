@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -422,8 +421,8 @@ def _llama_like_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
 
 
 def _read_presets() -> Iterator[tuple[str, ModelSpec]]:
-    file = resources.files("longshift.spec") / "presets.json"
-    for name, config in json.loads(file.read_text(encoding="utf-8")).items():
+    file = Path(__file__).with_name("presets.json")
+    for name, config in json.loads(file.read_text("utf-8")).items():
         yield name, from_hugging_face(config, f"preset {name}")
 
 
