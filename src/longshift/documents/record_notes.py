@@ -66,7 +66,7 @@ class RecordNotes:
             self._count_faults(chat, squeezed, text, ("tools",), chat.tools, "tools")
 
         # 3. Variables that the template does not read.
-        if self.template is not None:
+        if self.template is not None and chat.variables:
             self.add(UNWRITTEN, chat.variables.keys() - self.template.variables)
 
     def _count_faults(

@@ -310,12 +310,12 @@ def _read_fields(read: Reader, family: Family) -> dict[str, Any]:
     }
 
 
-def _read_llama_like(read: Reader, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_llama_like(read: Reader, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """More fields of ModelSpec, of a family with Llama's keys."""
     # 1. Heads. A family's default of key/value heads is for an absent key; null means as many as
     # query heads.
-    heads = fields["heads"]
-    head_width = read.size("head_dim", family.head_width or fields["head_width"] or 1)
+    heads = values["heads"]
+    head_width = read.size("head_dim", family.head_width or values["head_width"] or 1)
     default_kv_heads = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
     kv_heads = read.size("num_key_value_heads", default_kv_heads)
     if heads % kv_heads:
@@ -330,7 +330,7 @@ def _read_llama_like(read: Reader, family: Family, fields: Mapping[str, Any]) ->
         extras = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()}
     if family.gemma:
         extras = {
-            "embed_scale": fields["width"] ** 0.5,
+            "embed_scale": values["width"] ** 0.5,
             "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5,
         }
         extras |= (
@@ -339,7 +339,7 @@ def _read_llama_like(read: Reader, family: Family, fields: Mapping[str, Any]) ->
         read.known.add("hidden_act")  # `hidden_activation` counts
     _check_scale(read, head_width)
     window, full_blocks = read_window(
-        read, fields["layers"], family.window, family.window_size, family.window_every
+        read, values["layers"], family.window, family.window_size, family.window_every
     )
     return {
         "kv_heads": kv_heads,
@@ -349,7 +349,7 @@ def _read_llama_like(read: Reader, family: Family, fields: Mapping[str, Any]) ->
         "mlp_bias": biases.get("mlp_bias", False),
         "rotary": rotary if rotary < head_width else None,
         "rope": read_rope(read, family.theta),
-        "nope_every": read_nope_every(read, family.nope_every, fields["layers"]),
+        "nope_every": read_nope_every(read, family.nope_every, values["layers"]),
         "sliding_window": window,
         "full_blocks": full_blocks,
         **extras,
