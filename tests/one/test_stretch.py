@@ -45,7 +45,7 @@ def test_yarn_is_that_of_transformers(more: dict):
     spec = from_hugging_face(config.to_diff_dict())
     assert spec.rope is not None
     positions = torch.arange(0, 1024, 7)
-    cos, sin = rotary_table(spec.rope, spec.positions_width, positions, torch.float64)
+    cos, sin = rotary_table(spec.rope, spec.rotary_width, positions, torch.float64)
     for mine, other in zip((cos, sin), theirs(torch.zeros(1), positions[None])):
         assert (mine[:, 0] - other[0]).abs().max() < 2e-4, "float32 angles of up to 1024 radians"
     assert from_hugging_face(json.loads(json.dumps(to_hugging_face(spec)))) == spec

@@ -176,12 +176,7 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 def read_nope_every(read: Reader, default: int, layers: int) -> int:
     """`ModelSpec.nope_every`, from a flag for each block that is 0 where it has no rotary
     embedding, or from their interval. `default`: of the family, 0 where it has no such block."""
-    every = read.value(
-        "no_rope_layer_interval",
-        default,
-        lambda v: type(v) is int and v >= 0,
-        "must be a whole number",
-    )
+    every = read.whole("no_rope_layer_interval", default)
     flags = read.value(
         "no_rope_layers",
         None,
@@ -232,9 +227,7 @@ def read_window(
     else:
         is_asked = kind is None and read.config.get("sliding_window") is not None
         is_used = read.flag("use_sliding_window", is_asked) and is_used
-        first = read.value(
-            "max_window_layers", 28, lambda v: type(v) is int and v >= 0, "must be a whole number"
-        )
+        first = read.whole("max_window_layers", 28)
         sliding = [is_used and (kind is None or block > first) for block in blocks]
 
     # 3. Which ones it says.
