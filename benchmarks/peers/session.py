@@ -27,7 +27,7 @@ from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch
 from longshift.spec.model import ModelSpec
 from longshift.state.optimizer import decay_groups, torch_optimizer
-from longshift.workload.packs import cost, pack, shares
+from longshift.workload.groups import cost, pack, shares
 
 Step = Callable[[int], float]  # update number -> mean loss over the target tokens of all ranks, before the update
 MIB = 2**20

@@ -63,12 +63,11 @@ from longshift.spec.formats import (
     formats_of,
 )
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec
+from longshift.spec.positions import stretched
 from longshift.spec.rule import OPTIMIZERS, Rule, load_rule
-from longshift.spec.stretch import stretched
 from longshift.switch.options import SwitchOptions
 from longshift.user_code import is_object, split_object
-from longshift.workload import waits
-from longshift.workload.groups import Edge, home_layout
+from longshift.workload.groups import SLOW_FLOPS, Edge, home_layout, timeout_s
 from longshift.workload.lengths import Overlong
 
 LEAST_LR = 0.1  # of lr, where min_lr is not given
@@ -673,12 +672,12 @@ class Config(Section):
 
     def timeout_s(self, device: str) -> float:
         """Seconds after which a collective fails, where ranks compute on devices of this type."""
-        derived = waits.timeout_s(
+        derived = timeout_s(
             self.spec,
             self.edges,
             self.data.max_len,
             self.train.tokens_per_step,
-            waits.SLOW_FLOPS[device],
+            SLOW_FLOPS[device],
         )
         return self.train.timeout or derived
 

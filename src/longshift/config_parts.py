@@ -26,7 +26,7 @@ from longshift.layout.layout import MOST_SIZE, Layout, parse_size
 from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import preset, read_spec
 from longshift.spec.model import ModelSpec
-from longshift.spec.stretch import Stretch
+from longshift.spec.positions import Stretch
 from longshift.user_code import split_object
 from longshift.workload.groups import Edge, parse_edges
 from longshift.workload.lengths import Overlong
@@ -118,7 +118,7 @@ class Section(BaseModel):
 
 class RopeConfig(Section):
     """Another rotary embedding than the model's, for documents longer than it was trained on
-    (`spec.stretch`)."""
+    (`spec.positions`)."""
 
     type: Stretch = Field(description="how the rotary embedding is stretched")
     factor: Annotated[Number, Field(ge=1, le=1e6)] | None = Field(

@@ -122,7 +122,8 @@ def test_what_is_held_out_is_not_trained_on(place, tmp_path):
     config = config_of(place, tmp_path)
     _, cache = open_corpus(config)
     batches = Batches.of(config, cache)
-    valid = {piece[0] for _, some in ValidSet.of(cache, 48, "split", 10**9, 96, 0.25).batches for batch in some for piece in batch}
+    held = ValidSet.of(cache, 48, "split", 10**9, 96, 0.25)
+    valid = {int(held.spans.document[span]) for ranges in held.batches.values() for batch in ranges for span in batch}
     assert valid == set(np.flatnonzero(held_out(np.arange(len(cache)), 0.25)).tolist())
     assert valid.isdisjoint(batches.spans.document.tolist())
     assert valid | set(batches.spans.document.tolist()) == set(range(len(cache)))

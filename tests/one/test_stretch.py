@@ -14,7 +14,7 @@ from longshift.errors import UsageError
 from longshift.model.decoder import rotary_table
 from longshift.spec.families import from_hugging_face, preset, to_hugging_face
 from longshift.spec.model import Rope
-from longshift.spec.stretch import beyond, replaced_scaling, stretched
+from longshift.spec.positions import beyond, replaced_scaling, stretched
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}

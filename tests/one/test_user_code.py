@@ -220,7 +220,7 @@ def test_a_bad_item_is_refused_with_its_number(folder, tokenizer, body, why):
 def test_conversations_need_a_template_and_texts_do_not(folder, tokenizer):
     (folder / "chat_template.jinja").unlink()
     assert len(documents(folder, "return ['a']", tokenizer)) == 1
-    with pytest.raises(DataError, match=r"item 1: messages need a chat template, .*; write data\.template: FILE"):
+    with pytest.raises(DataError, match=r"item 1: 'messages': messages need a chat template, .*; write data\.template: FILE"):
         documents(folder, f"return [{{'messages': {TURNS!r}}}]", tokenizer)
 
 

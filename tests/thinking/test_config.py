@@ -219,7 +219,7 @@ sve: {dir: x}
         ("data.tokenizer=/no/such", "tokenizer /no/such does not exist"),
         ("layout=[]", "layout: an empty list; name at least one group"),
         ("layout=7", "auto, one layout such as dp2.tp2, or groups of lengths"),
-        ("layout=[dp4]", "'dp4': a group has the keys upto and use"),
+        ("layout=[dp4]", "'dp4': a group needs upto and use"),
         ("layout=[{upto: 4K, use: dp4, us: 1}]", "us: no such key of a group; did you mean 'use'?"),
         ("layout=[{use: dp4}]", "a group needs upto"),
         ("layout=[{upto: 4K, use: dp4, pack: 2K}]", "pack 2K of upto 4K (dp4) does not hold the group's longest document; write pack: 4K"),

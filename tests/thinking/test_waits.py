@@ -7,8 +7,7 @@ from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.spec.families import PRESETS
 from longshift.spec.model import ModelSpec
-from longshift.workload.groups import Edge, length_groups
-from longshift.workload.waits import LEAST_S, SLOW_FLOPS, timeout_s
+from longshift.workload.groups import LEAST_S, SLOW_FLOPS, Edge, length_groups, timeout_s
 
 TINY = ModelSpec("llama", 257, 40, 5, 6, 2, 10, 37, 4096)
 EIGHT_B = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 20)

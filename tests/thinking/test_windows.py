@@ -10,7 +10,7 @@ from longshift.schedule.sequence import Pair, TokenOrder, pairs, pairs_across, t
 from longshift.schedule.windows import Mask, pieces
 from longshift.spec.families import preset
 from longshift.spec.model import attended
-from longshift.workload.packs import cost
+from longshift.workload.groups import cost
 
 windows = st.integers(1, 40)
 packs = st.lists(st.integers(0, 60), min_size=1, max_size=4)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from longshift.spec.model import ModelSpec
 from longshift.workload import order as room
+from longshift.workload.groups import cost, pack, shares
 from longshift.workload.lengths import cap_loss, histogram, quantiles, spans
 from longshift.workload.order import Mixture, Order, shares_of
-from longshift.workload.packs import cost, pack, shares
 
 seeds = st.integers(0, 2**63)
 documents = st.lists(st.integers(2, 300), min_size=1, max_size=60).map(lambda x: np.array(x, np.int64))

@@ -14,13 +14,12 @@ record holds is counted in `RecordNotes`, unless the template writes it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longshift.config_parts import Learn
-from longshift.documents.record_notes import RecordNotes
+from longshift.documents.record_notes import UNLEARNED, UNREAD, RecordNotes
 from longshift.documents.template import Chat, RenderedConversation, UnsoundTemplate, check_unmarked
-from longshift.documents.template_process import TemplateProcess
 from longshift.errors import did_you_mean
 
 # Fields beside messages that are read where a record has them.
@@ -47,61 +46,43 @@ class BadRecord(Exception):
     """A record that is no conversation; the message says why."""
 
 
-def conversation(
-    messages: object,
+def render_record(
+    values: Sequence[object],
     extra: Mapping[str, Any],
-    template: TemplateProcess,
     learn: Learn,
     day: float,
     notes: RecordNotes,
 ) -> RenderedConversation:
-    """The document of a list of messages. `extra`: fields of `OPTIONAL` by name.
-    Raises BadRecord."""
-    chat = _chat(_messages(messages), extra, day)
-    if learn != "all" and not any(message["role"] == "assistant" for message in chat.messages):
-        raise BadRecord("no message is of the role assistant, so there is nothing to learn")
-    return _render(template, chat, learn, notes)
-
-
-def completed(
-    prompt: object,
-    completion: object,
-    extra: Mapping[str, Any],
-    template: TemplateProcess | None,
-    learn: Learn,
-    day: float,
-    notes: RecordNotes,
-) -> RenderedConversation:
-    """The document of a prompt and its completion, both text or both messages; the completion is
-    learned. Raises BadRecord."""
+    """The document of a list of messages, or of a prompt and its completion, which are both text or
+    both messages: then the completion is learned. `extra`: fields of `OPTIONAL` by name. Raises
+    BadRecord."""
     # 1. Text needs no template.
-    if isinstance(prompt, str) and isinstance(completion, str):
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) == 2:
+        prompt, completion = texts
         if not completion:
             raise BadRecord("the completion is empty, so there is nothing to learn")
-        notes.add_unread(extra)
+        notes.add(UNREAD, extra)
         start = 0 if learn == "all" else len(prompt)
         return RenderedConversation(prompt + completion, ((start, len(prompt) + len(completion)),))
-    if isinstance(prompt, str) or isinstance(completion, str):
+    is_completion = len(values) == 2
+    if is_completion and texts:
+        kinds = " and ".join(map(_kind, values))
         raise BadRecord(
-            "prompt and completion are both text or both lists of messages, not"
-            f" {_kind(prompt)} and {_kind(completion)}"
-        )
-    if template is None:
-        raise BadRecord(
-            "messages need a chat template, and none comes with the tokenizer; write data.template:"
-            " FILE"
+            f"prompt and completion are both text or both lists of messages, not {kinds}"
         )
 
     # 2. Messages are one conversation, whose last turn is the completion.
-    prompt_messages = _messages(prompt)
-    answer_messages = _messages(completion)
-    if [message["role"] for message in answer_messages] != ["assistant"]:
+    parts = [_messages(value) for value in values]
+    if is_completion and [message["role"] for message in parts[-1]] != ["assistant"]:
         raise BadRecord(
             "a completion of messages is one message of the role assistant; write longer ones as"
             " messages"
         )
-    chat = _chat(prompt_messages + answer_messages, extra, day)
-    return _render(template, chat, "all" if learn == "all" else "last", notes)
+    chat = _chat([message for part in parts for message in part], extra, day)
+    if learn != "all" and not any(message["role"] == "assistant" for message in chat.messages):
+        raise BadRecord("no message is of the role assistant, so there is nothing to learn")
+    return _render(chat, "last" if is_completion and learn != "all" else learn, notes)
 
 
 def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) -> Chat:
@@ -154,10 +135,13 @@ def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
     return next((bool(value) for value in flags.values()), None)
 
 
-def _render(
-    template: TemplateProcess, chat: Chat, learn: Learn, notes: RecordNotes
-) -> RenderedConversation:
+def _render(chat: Chat, learn: Learn, notes: RecordNotes) -> RenderedConversation:
     """Render a conversation, and note what no token shows of it. Raises BadRecord."""
+    if notes.template is None:
+        raise BadRecord(
+            "messages need a chat template, and none comes with the tokenizer; write data.template:"
+            " FILE"
+        )
     # Only turns of the assistant can be chosen by message: others are learned with learn: all, and
     # never without.
     for number, (message, is_learned) in enumerate(zip(chat.messages, chat.learned), 1):
@@ -171,12 +155,12 @@ def _render(
             )
     try:
         check_unmarked([chat.messages, chat.tools, chat.variables])
-        rendered = template.render(chat, learn)
+        rendered = notes.template.render(chat, learn)
         notes.add_unwritten(chat, rendered.text)
     except UnsoundTemplate as fault:
         raise BadRecord(str(fault)) from None
     if not rendered.learned:
-        notes.add_unlearned()
+        notes.add(UNLEARNED, ["conversations whose turns are all marked as not to learn"])
     return rendered
 
 
@@ -235,25 +219,22 @@ def _join_parts(content: object, which: str) -> str:
     Raises BadRecord for parts of other types."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    objects = [part for part in parts if isinstance(part, dict)]
-
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-        for part in parts
-    ]
-    if isinstance(content, list) and all(isinstance(text, str) for text in texts):
-        return "".join(map(str, texts))
-
-    media = next((part.get("type") for part in objects if part.get("type", "text") != "text"), None)
-    if media is not None:
-        raise BadRecord(
-            f"{which}: content has a part of the type {media!r}; only parts of text are for these"
-            " models"
-        )
-    raise BadRecord(
-        f"{which}: content is {_kind(content)}, where text or a list of text parts is needed"
-    )
+    texts = []
+    for part in content if isinstance(content, list) else [None]:
+        entry = part if isinstance(part, dict) else {"text": part}
+        kind = entry.get("type", "text")
+        if kind != "text":
+            raise BadRecord(
+                f"{which}: content has a part of the type {kind!r}; only parts of text are for"
+                " these models"
+            )
+        if not isinstance(entry.get("text"), str):
+            raise BadRecord(
+                f"{which}: content is {_kind(content)}, where text or a list of text parts is"
+                " needed"
+            )
+        texts.append(entry["text"])
+    return "".join(texts)
 
 
 def _without_null_fields(entry: dict[str, Any]) -> dict[str, Any]:

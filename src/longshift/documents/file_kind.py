@@ -59,20 +59,19 @@ _REFUSED = {
 def open_unpacked(path: str) -> BinaryIO:
     """The bytes of a file without its compression, seekable only where it has none. Raises one of
     `UNREADABLE`, later too."""
-    with open(path, "rb") as file:
-        head = file.read(8)
-    compression = next(
-        (name for beginning, name in _COMPRESSIONS.items() if head.startswith(beginning)), None
-    )
+    compression = _compression_of(path)
     if compression == "zstd":
         return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(path, "zstd")))
     opener = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open, None: open}[compression]
     return cast(BinaryIO, opener(path, "rb"))
 
 
-def is_compressed(path: str) -> bool:
+def _compression_of(path: str) -> str | None:
     with open(path, "rb") as file:
-        return file.read(8).startswith(tuple(_COMPRESSIONS))
+        head = file.read(8)
+    return next(
+        (name for beginning, name in _COMPRESSIONS.items() if head.startswith(beginning)), None
+    )
 
 
 def format_of(path: str, names_field: bool) -> Format:
@@ -104,7 +103,7 @@ def format_of(path: str, names_field: bool) -> Format:
         name = os.path.splitext(name)[0]
     suffix = os.path.splitext(name)[1]
     form = binary or _SUFFIXES.get(suffix)
-    if form in ("parquet", "arrow") and is_compressed(path):
+    if form in ("parquet", "arrow") and _compression_of(path):
         raise DataError(f"{path}: is a table that was compressed as a whole: unpack it")
 
     # 2. JSON is lines or an array. A name that says nothing of records leaves it to the first line.

@@ -112,7 +112,7 @@ def _document(item: object, where: str) -> Record | TokenIds:
     fields = {name: record[name] for name in names}
     if kind == "messages":
         fields = _as_json(fields, where)
-    return Record(fields, where, "", tuple(str(name) for name in record if name not in names))
+    return Record(fields, where, tuple(str(name) for name in record if name not in names))
 
 
 def _as_json(fields: dict[str, Any], where: str) -> dict[str, Any]:

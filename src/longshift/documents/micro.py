@@ -28,17 +28,17 @@ class Share:
     positions, int64 [T] each; and where its runs of tokens begin and the last one ends, int32 [runs
     + 1]."""
 
-    tokens: np.ndarray | Tensor
-    labels: np.ndarray | Tensor
-    positions: np.ndarray | Tensor
-    ends: np.ndarray | Tensor
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    ends: Tensor
     order: TokenOrder
 
     def pinned(self, device: torch.device) -> "Share":
         """The same in memory that a GPU copies from while the host goes on."""
         arrays = ("tokens", "labels", "positions", "ends")
         with torch.cuda.device(device):  # a thread begins with the first GPU
-            tensors = {name: torch.from_numpy(getattr(self, name)).pin_memory() for name in arrays}
+            tensors = {name: getattr(self, name).pin_memory() for name in arrays}
         return replace(self, **tensors)
 
 
@@ -101,8 +101,13 @@ def share(
     number = layout.place(coord, axes.neighbor_axes())
     begin = number * len(index) // layout.neighbor_ranks
     end = (number + 1) * len(index) // layout.neighbor_ranks
-    ends = np.cumsum([0, *run_lengths], dtype=np.int32)
-    return Share(tokens[begin:end], labels[begin:end], positions[begin:end], ends, order)
+    return Share(
+        tokens=torch.from_numpy(tokens[begin:end]),
+        labels=torch.from_numpy(labels[begin:end]),
+        positions=torch.from_numpy(positions[begin:end]),
+        ends=torch.from_numpy(np.cumsum([0, *run_lengths], dtype=np.int32)),
+        order=order,
+    )
 
 
 def _share_of_chunk(
@@ -139,10 +144,10 @@ def place_pack(
     angles: bool = True,
 ) -> MicroBatch:
     """A share on the device. `angles`: whether with those of its positions."""
-    tokens_T = _to_device(share.tokens, device)
-    labels_T = _to_device(share.labels, device)
-    positions_T = _to_device(share.positions, device)
-    ends = _to_device(share.ends, device)
+    tokens_T = on_device(share.tokens, device)
+    labels_T = on_device(share.labels, device)
+    positions_T = on_device(share.positions, device)
+    ends = on_device(share.ends, device)
 
     rotary = {}
     if angles:
@@ -155,10 +160,6 @@ def place_pack(
     begin = layout.place(layout.coord(rank), axes.weight_axes()) * rank_tokens
     positions = positions_T[begin : begin + rank_tokens]
     return MicroBatch(tokens_T, labels_T, positions_T, positions, rotary, share.order, ends)
-
-
-def _to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    return on_device(values if isinstance(values, Tensor) else torch.from_numpy(values), device)
 
 
 class ChunkedPack:

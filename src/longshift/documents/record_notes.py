@@ -15,6 +15,8 @@ from longshift.documents.template import Chat, UnsoundTemplate
 from longshift.documents.template_process import TemplateProcess
 
 UNREAD = "not read"
+ONE_TEXT = "read as one text, though its first line is a JSON object (name a field to read records)"
+UNLEARNED = "nothing is learned of"
 UNWRITTEN = "not written by the chat template"
 UNKNOWN = (
     "not known to be written by the chat template, as there are too many names to ask it of each"
@@ -43,20 +45,9 @@ class RecordNotes:
         self._is_written: dict[str, bool] = {}
         self._seen_tools: set[str] = set()
 
-    def add_unread(self, fields: Iterable[str]) -> None:
-        self.counts.update((UNREAD, field) for field in fields)
-
-    def add_text_of_records(self, name: str) -> None:
-        self.counts[
-            "read as one text, though its first line is a JSON object (name a field to read"
-            " records)",
-            name,
-        ] += 1
-
-    def add_unlearned(self) -> None:
-        self.counts[
-            "nothing is learned of", "conversations whose turns are all marked as not to learn"
-        ] += 1
+    def add(self, kind: str, fields: Iterable[str]) -> None:
+        """Count fields, or what else there is a note of this kind on."""
+        self.counts.update((kind, field) for field in fields)
 
     def add_unwritten(self, chat: Chat, text: str) -> None:
         """Count the fields of a conversation that do not show in its text."""
@@ -64,37 +55,40 @@ class RecordNotes:
 
         # 1. Fields of messages, each once a message.
         for number, message in enumerate(chat.messages):
-            role = message["role"]
-            faults = set[tuple[str, str]]()
-            for leaf in _leaves({key: value for key, value in message.items() if key != "role"}):
-                kind = self._fault(chat, squeezed, text, ("messages", number), leaf, role)
-                field = "fields" if kind == UNKNOWN else leaf.field
-                if kind:
-                    faults.add((kind, f"{field} of {role} messages"))
-            self.counts.update(faults)
+            fields = {key: value for key, value in message.items() if key != "role"}
+            place = "messages", number
+            self._count_faults(chat, squeezed, text, place, fields, f"{message['role']} messages")
 
         # 2. Fields of tools, once for all conversations with the same tools.
-        if chat.tools is not None:
-            key = json.dumps(chat.tools, sort_keys=True, default=str)
-            if key not in self._seen_tools:
-                self._seen_tools.add(key)
-                self.counts.update(self._tool_faults(chat, squeezed, text))
+        key = json.dumps(chat.tools, sort_keys=True, default=str)
+        if key not in self._seen_tools:
+            self._seen_tools.add(key)
+            self._count_faults(chat, squeezed, text, ("tools",), chat.tools, "tools")
 
         # 3. Variables that the template does not read.
-        if self.template is not None:
-            self.counts.update(
-                (UNWRITTEN, name) for name in chat.variables if name not in self.template.variables
-            )
+        if self.template is not None and chat.variables:
+            self.add(UNWRITTEN, chat.variables.keys() - self.template.variables)
 
-    def _tool_faults(self, chat: Chat, squeezed: str, text: str) -> set[tuple[str, str]]:
-        """Kind and field of what does not show of the tools."""
+    def _count_faults(
+        self,
+        chat: Chat,
+        squeezed: str,
+        text: str,
+        place: tuple[str | int, ...],
+        value: Any,
+        noun: str,
+    ) -> None:
+        """Count, each once, the fields of a message or of the tools that do not show in the text.
+
+        `squeezed`: the text without blanks; `place`: keys and indices that lead to the value;
+        `noun`: what it is, for sentences."""
         faults = set[tuple[str, str]]()
-        for leaf in _leaves(chat.tools) if isinstance(chat.tools, list | dict) else ():
-            kind = self._fault(chat, squeezed, text, ("tools",), leaf, "tools")
-            field = "fields" if kind == UNKNOWN else leaf.field
-            if kind:
-                faults.add((kind, f"{field} of tools".strip()))
-        return faults
+        for leaf in _leaves(value):
+            path = *place, *leaf.path
+            if kind := self._fault(chat, squeezed, text, path, leaf.value, f"{noun} {leaf.field}"):
+                field = "fields" if kind == UNKNOWN else leaf.field
+                faults.add((kind, f"{field} of {noun}".strip()))
+        self.counts.update(faults)
 
     def sentences(self) -> list[str]:
         """What happened to which fields, of how many records or messages."""
@@ -108,29 +102,26 @@ class RecordNotes:
         chat: Chat,
         squeezed: str,
         text: str,
-        place: tuple[str | int, ...],
-        leaf: Leaf,
-        role: str,
+        path: tuple[str | int, ...],
+        value: Any,
+        key: str,
     ) -> str:
-        """UNWRITTEN or UNKNOWN; empty where the value shows in the text.
-
-        `squeezed`: the text without blanks; `place`: keys and indices that lead to the leaf's
-        message, or to the tools."""
-        if isinstance(leaf.value, str):
-            value = _squeeze(leaf.value)
-            if not value:
+        """UNWRITTEN or UNKNOWN; empty where the value at a path of the conversation shows in the
+        text. `key`: the field, and whose it is."""
+        if isinstance(value, str):
+            squeezed_value = _squeeze(value)
+            if not squeezed_value:
                 return ""
-            if len(value) >= _LONG_CHARACTERS:
-                is_written = any(_squeeze(form) in squeezed for form in _forms(leaf.value))
+            if len(squeezed_value) >= _LONG_CHARACTERS:
+                is_written = any(_squeeze(form) in squeezed for form in _forms(value))
                 return "" if is_written else UNWRITTEN
 
         # A short value may stand elsewhere by chance, so the template is asked, once for each
         # field.
-        key = f"{role} {leaf.field}"
         if key not in self._is_written:
             if len(self._is_written) >= _MAX_FIELDS:
                 return UNKNOWN
-            self._is_written[key] = self._changes(chat, text, (*place, *leaf.path))
+            self._is_written[key] = self._changes(chat, text, path)
         return "" if self._is_written[key] else UNWRITTEN
 
     def _changes(self, chat: Chat, text: str, path: tuple[str | int, ...]) -> bool:

@@ -8,14 +8,16 @@ structs. JSON says null where it means it."""
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from longshift.documents.chat import OPTIONAL
 from longshift.documents.file_kind import UTF8_MARK, Format, open_unpacked
 from longshift.errors import DataError, nearest, shown
 
@@ -25,55 +27,45 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of records are read: all of `needed`, and of `optional` those that are there.
-    `nested`: they may hold more than strings."""
+    """Which fields of records are read: all of `needed`, and where they are `nested`, so that they
+    may hold more than strings, those of `chat.OPTIONAL` that are there."""
 
     needed: tuple[str, ...]
-    optional: tuple[str, ...]
     nested: bool
 
-    def read_from(self, names: Sequence[str], where: str) -> list[str]:
-        """The fields to read of a record with these `names`. Raises DataError where one is not
-        there, or is there twice."""
+    def split(self, names: list[str], where: str) -> tuple[list[str], tuple[str, ...]]:
+        """Of the names of a record's fields, those that are read, and those that are not. Raises
+        DataError where one that is read is not there, or is there twice."""
         for field in self.needed:
             if field not in names:
                 raise DataError(f"{where}: {_no_field(field, names)}")
-        selected = [*self.needed, *(field for field in self.optional if field in names)]
+        optional = OPTIONAL if self.nested else ()
+        selected = [*self.needed, *(field for field in optional if field in names)]
         for field in selected:
-            count = list(names).count(field)
+            count = names.count(field)
             if count > 1:
                 raise DataError(f"{where}: {field!r} is the name of {count} columns")
-        return selected
+        return selected, tuple(name for name in names if name not in selected)
 
 
 class Record(NamedTuple):
-    """Fields by name; `where`: file and line or row; `byte`: ", byte N" where it is known;
-    `unread`: names of fields that no one reads."""
+    """Fields by name; `where`: file and line or row; `unread`: names of fields that no one
+    reads."""
 
     fields: dict[str, Any]
     where: str
-    byte: str
     unread: tuple[str, ...]
 
 
 def read_records(path: str, form: Format, fields: Fields) -> Iterator[Record]:
     """The records of a file, in its order. Raises DataError, and what `file_kind.UNREADABLE`
     lists."""
-    if form == "jsonl":
-        yield from _read_lines(path, fields)
-    elif form == "json":
-        yield from _read_array(path, fields)
-    elif form in ("csv", "tsv"):
-        yield from _read_delimited(path, fields, "," if form == "csv" else "\t")
-    elif form == "parquet":
-        with pq.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            batches = table.iter_batches(_ROWS, columns=fields.read_from(names, path))
-            yield from _read_batches(path, names, fields, batches)
-    elif form == "arrow":
-        yield from _read_arrow(path, fields)
-    else:
-        yield from _read_dataset(path, fields)
+    is_empty = True
+    for record in _READERS[form](path, fields):
+        is_empty = False
+        yield record
+    if is_empty:
+        raise DataError(f"{path}: there are no rows")
 
 
 # Text
@@ -110,28 +102,23 @@ def _decode(line: bytes, where: str, offset: int) -> str:
 
 def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
     blank_error = None
-    records = 0
     for number, offset, line in _lines(path):
-        where = f"{path}, line {number}"
-        byte = f", byte {offset}"
-        if not line.strip():
-            if blank_error is None:
-                blank_error = DataError(
-                    f"{where}{byte}: the line is empty; each line is one JSON object such as"
-                    ' {"text": "..."}'
-                )
-            continue
+        line_place = f"{path}, line {number}"
+        where = f"{line_place}, byte {offset}"
         # An empty line is read over at the end alone: elsewhere a record may be lost.
-        if blank_error:
+        is_blank = not line.strip()
+        if blank_error is None and is_blank:
+            blank_error = DataError(
+                f'{where}: the line is empty; each line is one JSON object such as {{"text":'
+                ' "..."}'
+            )
+        if blank_error and (number == 1 or not is_blank):
             raise blank_error
-        text = _decode(line, where, offset).rstrip("\r\n")
-        values = _parse_json(text, where, offset)
-        yield _record(
-            _checked_object(values, where + byte, "one object a line"), fields, where, byte
-        )
-        records += 1
-    if blank_error and not records:
-        raise blank_error
+        if is_blank:
+            continue
+        text = _decode(line, line_place, offset).rstrip("\r\n")
+        values = _parse_json(text, line_place, offset)
+        yield _record(values, "one object a line", fields, where)
 
 
 def _parse_json(text: str, where: str, offset: int | None) -> Any:
@@ -149,19 +136,14 @@ def _parse_json(text: str, where: str, offset: int | None) -> Any:
         raise DataError(f"{place}: not JSON that can be read: {error}") from None
 
 
-def _checked_object(value: object, place: str, needed: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
+def _record(values: object, needed: str, fields: Fields, where: str) -> Record:
+    if not isinstance(values, dict):
         raise DataError(
-            f'{place}: a JSON {type(value).__name__}, where {needed} is needed, such as {{"text":'
+            f'{where}: a JSON {type(values).__name__}, where {needed} is needed, such as {{"text":'
             ' "..."}'
         )
-    return value
-
-
-def _record(values: dict[str, Any], fields: Fields, where: str, byte: str = "") -> Record:
-    selected = fields.read_from(list(values), where + byte)
-    unread = tuple(name for name in values if name not in selected)
-    return Record(values, where, byte, unread)
+    _, unread = fields.split(list(values), where)
+    return Record(values, where, unread)
 
 
 def _read_array(path: str, fields: Fields) -> Iterator[Record]:
@@ -185,8 +167,7 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
         kind = "an empty array" if entries == [] else type(entries).__name__
         raise DataError(f"{path}: holds {kind}, where an array of objects is needed")
     for number, values in enumerate(entries, 1):
-        where = f"{path}, entry {number}"
-        yield _record(_checked_object(values, where, "an object"), fields, where)
+        yield _record(values, "an object", fields, f"{path}, entry {number}")
 
 
 def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Record]:
@@ -197,7 +178,6 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
     )
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = None
-    records = 0
     previous_line = 0
     while True:
         # A row begins below the last line of the row before: a quoted field may hold line breaks.
@@ -208,24 +188,28 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
             kind = "CSV" if delimiter == "," else "TSV"
             raise DataError(f"{where}: not {kind}: {error}") from None
         if values is None:
-            break
+            return
         previous_line = rows.line_num
         if names is None:
             names = values
-            selected = fields.read_from(names, path)
-            unread = tuple(name for name in names if name not in selected)
+            _, unread = fields.split(names, path)
         elif values:
             if len(values) != len(names):
                 raise DataError(
                     f"{where}: {len(values)} fields, where the first line names {len(names)}"
                 )
-            yield Record(dict(zip(names, values)), where, "", unread)
-            records += 1
-    if not records:
-        raise DataError(f"{path}: there are no rows")
+            yield Record(dict(zip(names, values)), where, unread)
 
 
 # Tables
+
+
+def _read_parquet(path: str, fields: Fields) -> Iterator[Record]:
+    with pq.ParquetFile(path) as table:
+        names = table.schema_arrow.names
+        selected, _ = fields.split(names, path)
+        batches = table.iter_batches(_ROWS, columns=selected)
+        yield from _read_batches(path, names, fields, batches)
 
 
 def _read_arrow(path: str, fields: Fields) -> Iterator[Record]:
@@ -266,13 +250,7 @@ def _stream_names(state: Path) -> list[str]:
         ) from error
     for name in names:
         # A name that leads out of the folder would read files of the machine.
-        if (
-            not isinstance(name, str)
-            or not name
-            or name.startswith(".")
-            or "\0" in name
-            or Path(name).name != name
-        ):
+        if not isinstance(name, str) or not re.fullmatch(r"[^./\0][^/\0]*", name):
             raise DataError(
                 f"{state}: _data_files: {shown(name)} is no name of a file in the folder"
             )
@@ -289,17 +267,13 @@ def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterato
                     row += 1
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(f"{stream}: cannot be read as an Arrow stream: {error}") from error
-    if not row:
-        raise DataError(f"{path}: there are no rows")
 
 
 def _read_batches(
-    path: str, names: Sequence[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0
+    path: str, names: list[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0
 ) -> Iterator[Record]:
     """Rows from number `row` on, of the columns that are read of these `names`."""
-    selected = fields.read_from(names, path)
-    unread = tuple(name for name in names if name not in selected)
-    first_row = row
+    selected, unread = fields.split(names, path)
     for batch in batches:
         # In slices, as a batch may be a whole file, and Python objects are many times as large.
         for begin in range(0, len(batch), _ROWS):
@@ -309,10 +283,8 @@ def _read_batches(
             }
             for index in range(len(part)):
                 record = {name: _without_nulls(values[index]) for name, values in columns.items()}
-                yield Record(record, f"{path}, row {row}", "", unread)
+                yield Record(record, f"{path}, row {row}", unread)
                 row += 1
-    if row == first_row == 0:
-        raise DataError(f"{path}: there are no rows")
 
 
 def _values(path: str, fields: Fields, name: str, column: pa.Array, row: int) -> list[Any]:
@@ -371,3 +343,14 @@ def _no_field(field: str, names: Sequence[str]) -> str:
         f"there is no field {field!r} (data.train), only"
         f" {', '.join(map(repr, names)) or 'none'}{hint}"
     )
+
+
+_READERS: Mapping[Format, Callable[[str, Fields], Iterator[Record]]] = {
+    "jsonl": _read_lines,
+    "json": _read_array,
+    "csv": partial(_read_delimited, delimiter=","),
+    "tsv": partial(_read_delimited, delimiter="\t"),
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+    "dataset": _read_dataset,
+}

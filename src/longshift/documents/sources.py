@@ -14,12 +14,12 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longshift.config_parts import Learn, Source
-from longshift.documents.chat import OPTIONAL, BadRecord, completed, conversation
+from longshift.documents.chat import OPTIONAL, BadRecord, render_record
 from longshift.documents.file_kind import (
     HEAD_BYTES,
     UNREADABLE,
@@ -30,10 +30,9 @@ from longshift.documents.file_kind import (
     open_unpacked,
 )
 from longshift.documents.function_reader import KEY, TokenIds, read_items
-from longshift.documents.record_notes import RecordNotes
+from longshift.documents.record_notes import ONE_TEXT, UNREAD, RecordNotes
 from longshift.documents.record_reader import Fields, Record, read_records
 from longshift.documents.template import Span
-from longshift.documents.template_process import TemplateProcess
 from longshift.errors import DataError, nearest
 from longshift.user_code import source_digest
 
@@ -99,20 +98,20 @@ def files(source: Source) -> tuple[File, ...]:
     pattern = os.path.expanduser(source.path)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     paths = [path for path in matches if os.path.isfile(path) or _is_dataset(path)]
-    if not paths:
-        raise DataError(_why_no_file(source.path, pattern, matches))
     for path in sorted(set(matches) - set(paths)):
         if not os.path.isdir(path):
             raise DataError(
-                f"{path} is no file that can be read (a link to nothing, or a device): remove it,"
-                " or name others"
+                f"{path} is no file that can be read: it is a link to nothing, a pipe or a device;"
+                " remove it, or name others"
             )
         if "**" not in pattern:
-            contents = f"{source.path.rstrip('*')}**/*"
+            contents = f"{source.path.rstrip('/*')}/**/*"
             raise DataError(
-                f"{path} is a folder; to read what is in it, write path: {contents}, else one that"
-                " leaves it out"
+                f"{path} is a folder, and not one of `datasets`; to read what is in it, write path:"
+                f" {contents}, else one that leaves it out"
             )
+    if not paths:
+        raise DataError(f"{source.path} matches no file. {_nearest_path(Path(pattern))}")
 
     learn = source.learn if source.format.is_masked else None
     fields = source.format.fields
@@ -121,28 +120,24 @@ def files(source: Source) -> tuple[File, ...]:
     )
 
 
-def read(
-    file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None
-) -> Iterator[Text | TokenIds | SkippedFile]:
-    """The documents of a file, in its order; `template` is for conversations.
+def read(file: File, notes: RecordNotes | None = None) -> Iterator[Text | TokenIds | SkippedFile]:
+    """The documents of a file, in its order. `notes` has the template of conversations.
 
     Counts in `notes` what no token shows. Raises DataError at the first document that is bad:
     nothing after it is read."""
-    notes = RecordNotes(template) if notes is None else notes
+    notes = notes or RecordNotes(None)
     try:
         if file.format == "text":
             yield from _read_text(file, notes)
         elif file.format == "python":
             yield from _read_python(file)
         elif file.format == "function":
-            yield from _read_function(file, template, notes)
+            yield from _read_function(file, notes)
         else:
-            fields = Fields(
-                file.fields, OPTIONAL if file.learn else (), nested=file.learn is not None
-            )
+            fields = Fields(file.fields, nested=file.learn is not None)
             for record in read_records(file.path, file.format, fields):
-                notes.add_unread(record.unread)
-                yield _document(file, record, template, notes)
+                notes.add(UNREAD, record.unread)
+                yield _document(file, record, notes)
     except (*UNREADABLE, UnicodeDecodeError) as error:  # names of columns, too
         raise DataError(f"{file.path}: cannot be read as {file.format}: {error}") from error
 
@@ -160,18 +155,13 @@ def unchanged(file: File) -> bool:
 
 
 def _library() -> list[str]:
-    """The `.py` files of the standard library, by their path in it."""
-    root = sysconfig.get_path("stdlib")
+    """The `.py` files of the standard library, by their path."""
     paths = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         # In place: os.walk leaves these out.
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
-        paths += [
-            os.path.join(folder, name)
-            for name in names
-            if name.endswith(".py") and name not in _NOT_LIBRARY
-        ]
-    return sorted(paths, key=lambda path: Path(os.path.relpath(path, root)).as_posix())
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths)
 
 
 def _is_dataset(path: str) -> bool:
@@ -220,20 +210,10 @@ def _add_blocks(digest: "hashlib._Hash", path: Path, size: int) -> None:
             digest.update(file.read(_BLOCK_BYTES))
 
 
-def _why_no_file(path: str, pattern: str, matches: Sequence[str]) -> str:
-    """Why a path gives no file: it names folders, or something on the way to it does not exist."""
-    if matches and not os.path.isdir(matches[0]):
-        return (
-            f"{matches[0]} is no file that can be read: it is a link to nothing, a pipe or a device"
-        )
-    if matches:
-        return (
-            f"{path} is a folder, and not one of `datasets`; to read the files in it, write path:"
-            f" {matches[0].rstrip('/')}/**/*"
-        )
-
+def _nearest_path(path: Path) -> str:
+    """What does exist of a path to no file."""
     # Go up to what exists; `missing` is the first name below it that does not.
-    parent = Path(pattern)
+    parent = path
     missing = ""
     while not parent.exists():
         missing = parent.name
@@ -244,38 +224,31 @@ def _why_no_file(path: str, pattern: str, matches: Sequence[str]) -> str:
     if close:
         hint = f"did you mean {parent / close[0]}?"
     elif names:
-        hint = f"it holds {', '.join(names[:5])}"
-        if len(names) > 5:
-            hint += f" and {len(names) - 5} more"
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        hint = f"it holds {', '.join(names[:5])}{more}"
     else:
         hint = "it is an empty folder" if parent.is_dir() else "it is a file"
-    return f"{path} matches no file. The nearest that exists is {parent.absolute()}; {hint}"
+    return f"The nearest that exists is {parent.absolute()}; {hint}"
 
 
 # Documents
 
 
-def _document(
-    file: File, record: Record, template: TemplateProcess | None, notes: RecordNotes
-) -> Text:
+def _document(file: File, record: Record, notes: RecordNotes) -> Text:
     """The document of a record. Raises DataError for one that is none."""
-    first, *rest = (record.fields[field] for field in file.fields)
+    values = [record.fields[field] for field in file.fields]
     if file.learn is None:
-        return _text(first, record.where, file.fields[0], record.byte)
+        return _text(values[0], record.where, file.fields[0])
 
     extra = {name: record.fields[name] for name in OPTIONAL if record.fields.get(name) is not None}
     day = file.mtime_ns / 1e9  # for templates that write the date: tokens must not depend on today
     try:
-        if rest:
-            rendered = completed(first, rest[0], extra, template, file.learn, day, notes)
-        else:
-            assert template is not None
-            rendered = conversation(first, extra, template, file.learn, day, notes)
+        rendered = render_record(values, extra, file.learn, day, notes)
     except (BadRecord, RecursionError) as fault:
         fields = " and ".join(map(repr, file.fields))
-        raise DataError(f"{record.where}{record.byte}: {fields}: {fault}") from None
-    text = _text(rendered.text, record.where, file.fields[0], record.byte)
-    return replace(text, learned=rendered.learned, rendered=not isinstance(first, str))
+        raise DataError(f"{record.where}: {fields}: {fault}") from None
+    text = _text(rendered.text, record.where, file.fields[0])
+    return replace(text, learned=rendered.learned, rendered=not isinstance(values[0], str))
 
 
 def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
@@ -290,7 +263,7 @@ def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
     if not text:
         raise DataError(f"{file.path}: the file is empty")
     if begins_with_record(data[:HEAD_BYTES]):
-        notes.add_text_of_records(os.path.basename(file.path))
+        notes.add(ONE_TEXT, [os.path.basename(file.path)])
     yield Text(text, file.path)
 
 
@@ -302,41 +275,30 @@ def _read_python(file: File) -> Iterator[Text | SkippedFile]:
         yield SkippedFile(file.path, "not UTF-8")
 
 
-def _read_function(
-    file: File, template: TemplateProcess | None, notes: RecordNotes
-) -> Iterator[Text | TokenIds]:
+def _read_function(file: File, notes: RecordNotes) -> Iterator[Text | TokenIds]:
     for item in read_items(file.path, file.digest):
         if isinstance(item, TokenIds):
             yield item
             continue
-        notes.add_unread(item.unread)
-        is_chat = "messages" in item.fields
-        if is_chat and template is None:
-            raise DataError(
-                f"{item.where}: messages need a chat template, and none comes with the tokenizer;"
-                " write data.template: FILE"
-            )
-        document = (
-            replace(file, fields=("messages",))
-            if is_chat
-            else replace(file, fields=("text",), learn=None)
-        )
-        yield _document(document, item, template, notes)
+        notes.add(UNREAD, item.unread)
+        if "messages" in item.fields:
+            yield _document(replace(file, fields=("messages",)), item, notes)
+        else:
+            yield _document(replace(file, fields=("text",), learn=None), item, notes)
 
 
-def _text(value: object, where: str, field: str, byte: str = "") -> Text:
-    """A document, if the value is a string that can be one. `byte`: of the record, for messages."""
-    place = where + byte
+def _text(value: object, where: str, field: str) -> Text:
+    """A document, if the value is a string that can be one."""
     if not isinstance(value, str):
         raise DataError(
-            f"{place}: {field!r} holds {type(value).__name__}, where a string is needed"
+            f"{where}: {field!r} holds {type(value).__name__}, where a string is needed"
         )
     if not value:
-        raise DataError(f"{place}: {field!r} is empty")
+        raise DataError(f"{where}: {field!r} is empty")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: character {error.start} of {field!r} is half of a surrogate pair, no Unicode"
+            f"{where}: character {error.start} of {field!r} is half of a surrogate pair, no Unicode"
         ) from None
     return Text(value, where)

@@ -18,7 +18,7 @@ prefixes   The conversation up to a turn of the assistant, with the prompt that 
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ Span = tuple[int, int]  # characters, the end excluded
 Message = Mapping[str, Any]
 
 FILE = "chat_template.jinja"
-CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 # Code points that Unicode keeps free for a program's own use: no text has them.
 _OPEN = "\ufdd0"
@@ -121,38 +121,32 @@ class ChatTemplate:
         ]
         excluded = {number for number in turns if chat.learned and chat.learned[number] is False}
         text, marks = _unmarked(self._write(chat))
-        if learn == "all" and not excluded:
-            return RenderedConversation(text, ((0, len(text)),))
         if learn == "assistant" and not excluded and marks:
             return RenderedConversation(text, tuple(marks))
 
-        # 1. The spans of each turn that counts.
-        if learn == "last":
-            selected = turns[-1:]
-        elif learn == "all":
+        # 1. The turns that are learned or, where everything is, those that are not.
+        if learn == "all":
             selected = sorted(excluded)
         else:
-            selected = turns
-        if marks:
-            spans = self._marked_spans(chat, turns, marks)
-        else:
-            spans = {number: [self._turn(text, chat, number)] for number in selected}
+            candidates = turns[-1:] if learn == "last" else turns
+            selected = [number for number in candidates if number not in excluded]
 
-        # 2. What is learned: these, or the rest of the text.
-        if learn == "all":
-            excluded_spans = sorted(span for number in excluded for span in spans[number])
-            return RenderedConversation(text, _between(excluded_spans, len(text)))
-        learned = list[Span]()
+        # 2. Their spans.
+        if marks and selected:
+            spans_by_turn = self._marked_spans(chat, turns, marks)
+        else:
+            spans_by_turn = {number: [self._turn(text, chat, number)] for number in selected}
+        spans = list[Span]()
         for number in selected:
-            if number in excluded:
-                continue
-            if not spans[number]:
+            if not spans_by_turn[number]:
                 raise UnsoundTemplate(
                     f"the chat template ({self.where}) marks nothing in turn {number + 1}, of the"
                     " assistant"
                 )
-            learned += spans[number]
-        return RenderedConversation(text, tuple(learned))
+            spans += spans_by_turn[number]
+        return RenderedConversation(
+            text, _between(spans, len(text)) if learn == "all" else tuple(spans)
+        )
 
     def turn_end(self) -> str | None:
         """The special token that ends what is learned of a turn; None where none does, or the
@@ -195,21 +189,14 @@ class ChatTemplate:
     ) -> dict[int, list[Span]]:
         """The marked spans of each turn: those that come with it when the conversation is written
         turn by turn."""
-        spans = {}
-        begin = 0
-        for number in turns:
-            _, marks_so_far = _unmarked(self._write(chat, number + 1))
-            end = len(marks_so_far)
-            spans[number] = list(marks[begin:end])
-            if end < begin:
-                break
-            begin = end
-        if begin != len(marks) or len(spans) < len(turns):
+        counts = [len(_unmarked(self._write(chat, number + 1))[1]) for number in turns]
+        begins = [0, *counts[:-1]]
+        if counts != sorted(counts) or counts[-1] != len(marks):
             raise UnsoundTemplate(
                 f"the chat template ({self.where}) marks earlier turns otherwise once others"
                 " follow; mark each turn once"
             )
-        return spans
+        return {number: list(marks[begin:end]) for number, begin, end in zip(turns, begins, counts)}
 
     def _turn(self, text: str, chat: Chat, number: int) -> Span:
         """Where one turn of the assistant stands in the text."""
@@ -283,30 +270,24 @@ def read_template(file: Path | None, tokenizer: Path, special: Sequence[str]) ->
 
     Raises DataError where there is none.
     """
-    paths = [tokenizer.parent / name for name in CONFIGS]
-    configs = [(path, read_json(path)) for path in paths if path.exists()]
+    configs = read_configs(tokenizer)
     names = dict[str, str]()
-    for _, config in configs:
-        for name, token in config.items():
-            token = token.get("content") if isinstance(token, dict) else token
+    for config in configs.values():
+        for name, entry in config.items():
+            token = token_content(entry)
             if name.endswith("_token") and isinstance(token, str):
                 names.setdefault(name, token)
-    for source, where in _sources(file, tokenizer, configs):
-        return ChatTemplate(source, where, tuple(sorted(names.items())), tuple(special))
-    raise DataError(
-        f"{tokenizer.parent}: no chat template comes with the tokenizer ({FILE}, or chat_template"
-        f" in {CONFIGS[0]}); write data.template: FILE with the template of the model's chat"
-        " variant"
-    )
+    source, where = _read_source(file, tokenizer, configs)
+    return ChatTemplate(source, where, tuple(sorted(names.items())), tuple(special))
 
 
-def _sources(
-    file: Path | None, tokenizer: Path, configs: Sequence[tuple[Path, dict]]
-) -> Iterator[tuple[str, str]]:
-    """Templates and where they are, the one that counts first."""
+def _read_source(
+    file: Path | None, tokenizer: Path, configs: Mapping[str, dict[str, Any]]
+) -> tuple[str, str]:
+    """The template that counts, and where it is."""
     path = file or tokenizer.parent / FILE
     try:
-        yield path.read_text(encoding="utf-8"), str(path)
+        return path.read_text(encoding="utf-8"), str(path)
     except FileNotFoundError:
         if file:
             raise DataError(
@@ -315,7 +296,8 @@ def _sources(
     except (OSError, UnicodeDecodeError) as fault:
         raise DataError(f"{path}: cannot be read as a chat template: {fault}") from None
 
-    for path, config in configs:
+    for name, config in configs.items():
+        path = tokenizer.parent / name
         template = config.get("chat_template")
         if isinstance(template, list):  # several of them, by name
             templates = {
@@ -325,22 +307,38 @@ def _sources(
             }
             template = templates.get("default") or next(iter(templates.values()), None)
         if isinstance(template, str):
-            yield template, str(path)
-        elif template is not None:
+            return template, str(path)
+        if template is not None:
             raise DataError(
                 f"{path}: chat_template holds {type(template).__name__}, where a template is needed"
             )
+    raise DataError(
+        f"{tokenizer.parent}: no chat template comes with the tokenizer ({FILE}, or chat_template"
+        f" in {CONFIGS[0]}); write data.template: FILE with the template of the model's chat"
+        " variant"
+    )
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object of a file. Raises DataError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, OSError, RecursionError) as fault:
-        raise DataError(f"{path}: cannot be read: {fault}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: holds {type(value).__name__}, where an object is needed")
-    return value
+def read_configs(tokenizer: Path) -> dict[str, dict[str, Any]]:
+    """The JSON objects beside a `tokenizer.json`, by name of their file. Raises DataError."""
+    configs = {}
+    for name in CONFIGS:
+        path = tokenizer.parent / name
+        try:
+            config = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (ValueError, OSError, RecursionError) as fault:
+            raise DataError(f"{path}: cannot be read: {fault}") from None
+        if not isinstance(config, dict):
+            raise DataError(f"{path}: holds {type(config).__name__}, where an object is needed")
+        configs[name] = config
+    return configs
+
+
+def token_content(entry: object) -> object:
+    """The text of a token, which may be given as an object with its flags."""
+    return entry.get("content") if isinstance(entry, dict) else entry
 
 
 def check_unmarked(value: object) -> None:

@@ -3,25 +3,29 @@ own small byte-level BPE."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from longshift.config_parts import Source
-from longshift.documents.added_tokens import add_tokens_beside
+from longshift.documents.function_reader import TokenIds
 from longshift.documents.sources import Text, files, read
-from longshift.documents.template import CONFIGS, read_json
+from longshift.documents.template import read_configs, token_content
 from longshift.documents.trial import why_not
 from longshift.errors import DataError, shown
 from longshift.files import publish
 from longshift.yaml_reader import not_text
 
 END_OF_TEXT = "<|endoftext|>"
+# Of a token that is described beside a `tokenizer.json`.
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+Configs = Mapping[str, dict[str, Any]]  # `template.read_configs`
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,20 +52,40 @@ class Tokenizer:
         encodings = self.core.encode_batch_fast(list(texts))
         return [self._close(text, encoding.ids) for text, encoding in zip(texts, encodings)]
 
-    def encode_learned(self, texts: Sequence[Text]) -> list[tuple[list[int], np.ndarray]]:
-        """Token ids of each text, and which of them are targets, bool [tokens].
+    def encode_documents(
+        self, documents: Sequence[Text | TokenIds]
+    ) -> Iterator[tuple[Sequence[int], np.ndarray | None]]:
+        """Token ids of each document, in order, and which of them are targets, bool [tokens]; None
+        for all.
 
-        Targets have a character that is learned; end of text is one where the token before it is.
-        """
-        encoded = []
-        for text in texts:
-            # A template has written all special tokens that there are. Where one of them ends the
-            # text, nothing closes it.
-            encoding = self.core.encode(text.text, add_special_tokens=not text.rendered)
-            is_closed = text.rendered and text.text.rstrip().endswith(self.special)
-            ids = encoding.ids if is_closed else self._close(text.text, encoding.ids)
-            encoded.append((ids, _learned(text, encoding.offsets, len(ids))))
-        return encoded
+        Targets of a text have a character that is learned; end of text is one where the token
+        before it is. Raises DataError for an id that is no token."""
+        texts = [item.text for item in documents if isinstance(item, Text) and item.learned is None]
+        encoded = iter(self.encode(texts))
+        for document in documents:
+            if isinstance(document, TokenIds):
+                self._check_ids(document)
+                yield document.ids.tolist(), document.learned
+            elif document.learned is None:
+                yield next(encoded), None
+            else:
+                yield self._encode_learned(document)
+
+    def _encode_learned(self, text: Text) -> tuple[list[int], np.ndarray]:
+        # A template has written all special tokens that there are. Where one of them ends the
+        # text, nothing closes it.
+        encoding = self.core.encode(text.text, add_special_tokens=not text.rendered)
+        is_closed = text.rendered and text.text.rstrip().endswith(self.special)
+        ids = encoding.ids if is_closed else self._close(text.text, encoding.ids)
+        return ids, _learned(text, encoding.offsets, len(ids))
+
+    def _check_ids(self, document: TokenIds) -> None:
+        wrong = document.ids[(document.ids < 0) | (document.ids >= self.vocab)]
+        if len(wrong):
+            raise DataError(
+                f"{document.where}: ids has {wrong[0]}, and tokens of {self.file} are 0 to"
+                f" {self.vocab - 1}"
+            )
 
     def _close(self, text: str, ids: list[int]) -> list[int]:
         is_closed = ids[-1:] == [self.eos] or text.rstrip().endswith(self.end)
@@ -123,8 +147,9 @@ def _open(file: Path) -> Tokenizer:
             f"{file}: model.dropout is {core.model.dropout}: tokens are made once and must not be"
             " drawn; set it to null"
         )
-    added_tokens = add_tokens_beside(core, file)
-    eos = _end_of_text(core, file)
+    configs = read_configs(file)
+    added_tokens = _add_tokens_beside(core, file, configs)
+    eos = _end_of_text(core, file, configs)
     context = "\n".join(["", str(eos), *added_tokens])
     return Tokenizer(
         core=core,
@@ -133,6 +158,79 @@ def _open(file: Path) -> Tokenizer:
         file=file,
         fingerprint=hashlib.sha256(data + context.encode()).hexdigest(),
     )
+
+
+def _add_tokens_beside(core: tokenizers.Tokenizer, file: Path, configs: Configs) -> list[str]:
+    """Add the tokens that lie beside a tokenizer's `file`, as `transformers` does when it opens the
+    folder. Returns each as text: its id and its flags.
+
+        tokenizer_config.json   added_tokens_decoder:
+                                {"320": {"content": "<|im_start|>", "special": true, ...}}
+        added_tokens.json       {"<|im_start|>": 320}, in older folders
+
+    Raises DataError where a token would get another id than the folder says,
+    or a special token has none."""
+    special = _special_names(configs)
+    tokens = _tokens_by_id(configs, special, file)
+
+    # The repr has the flags, so that a token with other flags is added again.
+    present = {repr(token) for token in core.get_added_tokens_decoder().values()}
+    descriptions = []
+    for token_id, token in sorted(tokens.items()):  # an id is the next number that is free
+        if repr(token) in present:
+            continue
+        core.add_tokens([token])
+        new_id = core.token_to_id(token.content)
+        if new_id != token_id:
+            name = shown(token.content)
+            raise DataError(
+                f"{file.parent}: {name} has id {token_id} beside {file.name}, and gets {new_id} in"
+                " it: the files differ"
+            )
+        descriptions.append(f"{token_id} {token!r}")
+
+    for name in special:
+        if core.token_to_id(name) is None:
+            raise DataError(
+                f"{file.parent}: the special token {shown(name)} has no id, neither in"
+                f" {file.name} nor in a file beside it"
+            )
+    return descriptions
+
+
+def _tokens_by_id(
+    configs: Configs, special: Sequence[str], file: Path
+) -> dict[int, tokenizers.AddedToken]:
+    """The tokens beside the file. Raises DataError."""
+    decoder = configs.get("tokenizer_config.json", {}).get("added_tokens_decoder")
+    tokens = dict[int, tokenizers.AddedToken]()
+    try:
+        if decoder:
+            for token_id, entry in decoder.items():
+                flags = {flag: bool(entry[flag]) for flag in _FLAGS if flag in entry}
+                tokens[int(token_id)] = tokenizers.AddedToken(entry["content"], **flags)
+            return tokens
+        for name, token_id in configs.get("added_tokens.json", {}).items():
+            is_special = name in special
+            tokens[int(token_id)] = tokenizers.AddedToken(
+                name, special=is_special, normalized=not is_special
+            )
+        return tokens
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{file.parent}: the added tokens beside {file.name} cannot be read: {error}"
+        ) from None
+
+
+def _special_names(configs: Configs) -> list[str]:
+    """Special tokens that have no name of their own, such as <|im_start|>."""
+    names = []
+    for config in configs.values():
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            entries = config.get(key)
+            if isinstance(entries, list):
+                names += map(token_content, entries)
+    return [name for name in names if isinstance(name, str)]
 
 
 def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
@@ -214,20 +312,19 @@ def _write(core: tokenizers.Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _end_of_text(core: tokenizers.Tokenizer, file: Path) -> int:
+def _end_of_text(core: tokenizers.Tokenizer, file: Path, configs: Configs) -> int:
     """The id of `eos_token` as the files beside the tokenizer name it, else of `<|endoftext|>`.
     Raises DataError for neither."""
-    for name in CONFIGS:
-        config = file.parent / name
-        token = read_json(config).get("eos_token") if config.exists() else None
-        token = token.get("content") if isinstance(token, dict) else token
+    for name, config in configs.items():
+        token = token_content(config.get("eos_token"))
         if token is None:
             continue
+        place = f"{file.parent / name}: eos_token {shown(token)}"
         if not isinstance(token, str) or not_text(token):
-            raise DataError(f"{config}: eos_token {shown(token)} is not a text")
+            raise DataError(f"{place} is not a text")
         eos = core.token_to_id(token)
         if eos is None:
-            raise DataError(f"{config}: eos_token {shown(token)} is not a token of {file}")
+            raise DataError(f"{place} is not a token of {file}")
         return eos
     eos = core.token_to_id(END_OF_TEXT)
     if eos is None:

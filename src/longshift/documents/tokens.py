@@ -20,9 +20,11 @@ import hashlib
 import json
 import platform
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -45,16 +47,27 @@ FILES = ("tokens.bin", "offsets.bin")
 MASK = "learned.bin"
 _FORMAT = 3
 _BATCH_CHARACTERS = 4 << 20
+# By format of a file, what a document is called in it, and the number of the first: editors count
+# lines from 1. A text or a Python file is one document, without a number.
+_UNITS: Mapping[str, tuple[str, int]] = {
+    "jsonl": ("line", 1),
+    "json": ("entry", 1),
+    "csv": ("record", 1),
+    "tsv": ("record", 1),
+    "function": ("item", 1),
+    "parquet": ("row", 0),
+    "arrow": ("row", 0),
+    "dataset": ("row", 0),
+}
 
 
 @dataclass(frozen=True)
 class CachedFile:
-    """A source file and the documents it gave; `first` is the number of its first, `source` that of
-    the source in data.train."""
+    """A source file and how many documents it gave; `source`: the number of its source in
+    data.train."""
 
     path: str
     format: str
-    first: int
     documents: int
     source: int
 
@@ -64,8 +77,8 @@ class TokenCache:
     """Documents of a corpus as tokens.
 
     `lengths` int64 [documents], end of text included; `fingerprint` of the tokens; `skipped` (path,
-    reason) of each file that gave none; `notes`: what of the sources no token shows,
-    a sentence each.
+    reason) of each file that gave none; `notes`: what of the sources no token shows, a sentence
+    each.
     """
 
     folder: Path
@@ -88,36 +101,39 @@ class TokenCache:
         """
         folder = Path(folder)
         body = _read_manifest(folder)
-        has_mask = MASK in body["sha256"]
-
-        _check_size(folder / "tokens.bin", body["tokens"] * np.dtype(body["dtype"]).itemsize)
-        _check_size(folder / "offsets.bin", (body["documents"] + 1) * np.dtype("<i8").itemsize)
-        if has_mask:
-            _check_size(folder / MASK, body["tokens"] * np.dtype("u1").itemsize)
-        if verify:
-            _check_contents(folder, body["sha256"])
-
-        offsets = np.memmap(folder / "offsets.bin", "<i8", "r")
-        return cls(
+        tokens = _open_array(folder / "tokens.bin", body["tokens"], body["dtype"])
+        offsets = _open_array(folder / "offsets.bin", body["documents"] + 1, "<i8")
+        learned = None
+        if MASK in body["sha256"]:
+            learned = _open_array(folder / MASK, body["tokens"], "u1")
+        cache = cls(
             folder=folder,
             lengths=np.diff(offsets).astype(np.int64, copy=False),
             fingerprint=_digest(body["tokenizer"], body["sha256"]),
-            files=_cached_files(body["files"]),
+            files=tuple(
+                CachedFile(row["path"], row["format"], row["documents"], row["source"])
+                for row in body["files"]
+            ),
             skipped=tuple((path, why) for path, why in body["skipped"]),
             notes=tuple(body["notes"]),
             _offsets=offsets,
-            _tokens=np.memmap(folder / "tokens.bin", body["dtype"], "r"),
-            _learned=np.memmap(folder / MASK, "u1", "r") if has_mask else None,
+            _tokens=tokens,
+            _learned=learned,
             _sha256=body["sha256"],
         )
+        if verify:
+            cache.verify()
+        return cache
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def verify(self) -> None:
-        """Read every token. Raises DataError where the files are not those
-        that the manifest describes."""
-        _check_contents(self.folder, self._sha256)
+        """Read every token. Raises DataError where a file is not what the manifest describes."""
+        for name, digest in self._sha256.items():
+            if _sha256(self.folder / name) != digest:
+                fault = "damaged: its contents do not give its SHA-256"
+                raise _damage(self.folder / name, fault)
 
     @property
     def identity(self) -> str:
@@ -153,22 +169,13 @@ class TokenCache:
 
     def where(self, document: int) -> str:
         """The file a document came from, and its line or row there."""
-        file = self.files[bisect_right(self.files, document, key=lambda f: f.first) - 1]
-        index = document - file.first
-        if file.format in ("parquet", "arrow", "dataset"):
-            return f"{file.path}, row {index}"
-
-        # Editors count lines from 1. A text or a Python file is one document: it has no number.
-        units = {
-            "jsonl": "line",
-            "json": "entry",
-            "csv": "record",
-            "tsv": "record",
-            "function": "item",
-        }
-        return (
-            f"{file.path}, {units[file.format]} {index + 1}" if file.format in units else file.path
-        )
+        ends = list(accumulate(file.documents for file in self.files))
+        number = bisect_right(ends, document)
+        file = self.files[number]
+        if file.format not in _UNITS:
+            return file.path
+        unit, first = _UNITS[file.format]
+        return f"{file.path}, {unit} {document - (ends[number] - file.documents) + first}"
 
 
 def build(
@@ -190,8 +197,7 @@ def build(
     inputs = [(index, file) for index, source in enumerate(sources) for file in files(source)]
     chat = _template(sources, tokenizer, template)
 
-    # The template is in the key only where there is one, so that caches of plain texts
-    # keep their key.
+    # The template is in the key only where there is one: caches of plain texts keep their key.
     file_facts = [(source, asdict(file)) for source, file in inputs]
     template_facts = [asdict(chat)] if chat else []
     key = _digest(_FORMAT, tokenizer.fingerprint, file_facts, *template_facts)
@@ -201,11 +207,10 @@ def build(
     if is_new:
         report = progress or (lambda bytes_done, total_bytes: None)
         try:
-            publish(target, lambda scratch: _write(inputs, tokenizer, chat, scratch, report))
+            publish(target, partial(_write, sources, inputs, tokenizer, chat, report))
         except OSError as error:
-            raise DataError(
-                f"{target}: cannot write the token cache: {error.strerror or error}"
-            ) from error
+            reason = error.strerror or error
+            raise DataError(f"{target}: cannot write the token cache: {reason}") from error
     # The hash of a new one was made from what was written.
     return TokenCache.open(target, verify and not is_new)
 
@@ -233,14 +238,14 @@ def _template(
 class _Counts:
     """What is counted while tokens are written. Mutable.
 
-    `lengths`: of each document. `documents`: of each file. `learned`, `targets`: tokens of each
-    source, of those that have a target. `masked`: sources whose documents have masks.
+    `lengths`: of each document. `documents`: of each file. `learned`, `targets`: by source, tokens
+    that are learned and those that could be. `masked`: sources whose documents have masks.
     """
 
-    documents: list[int]
-    learned: np.ndarray
-    targets: np.ndarray
     lengths: list[int] = field(default_factory=list)
+    documents: Counter[int] = field(default_factory=Counter)
+    learned: Counter[int] = field(default_factory=Counter)
+    targets: Counter[int] = field(default_factory=Counter)
     masked: set[int] = field(default_factory=set)
 
     def add(self, file_index: int, source: int, mask: np.ndarray) -> None:
@@ -252,29 +257,28 @@ class _Counts:
 
 
 def _write(
+    sources: Sequence[Source],
     inputs: Sequence[tuple[int, File]],
     tokenizer: Tokenizer,
     chat: ChatTemplate | None,
-    folder: Path,
     progress: Progress,
+    folder: Path,
 ) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
     empty_tokens = len(tokenizer.encode([""])[0])
     may_have_mask = any(file.learn for _, file in inputs)
-    num_sources = 1 + max(source for source, _ in inputs)
 
     # 1. Tokens and masks of all documents.
-    learned, targets = np.zeros((2, num_sources), np.int64)
-    counts = _Counts([0] * len(inputs), learned, targets)
+    counts = _Counts()
     skipped: list[tuple[str, str]] = []
     with (
         open(folder / "tokens.bin", "wb") as token_file,
         open(folder / MASK, "wb") as mask_file,
         TemplateProcess(chat) if chat else nullcontext() as template,
     ):
-        notes = [RecordNotes(template) for _ in range(num_sources)]
-        for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
-            encoded = _encoded(tokenizer, [document for _, document in batch])
+        notes = [RecordNotes(template) for _ in sources]
+        for batch in _batches(_texts(inputs, notes, skipped, progress)):
+            encoded = tokenizer.encode_documents([document for _, document in batch])
             for (file_index, document), (ids, mask) in zip(batch, encoded):
                 source, _ = inputs[file_index]
                 if isinstance(document, Text) and len(ids) == empty_tokens:
@@ -293,7 +297,7 @@ def _write(
     if not counts.lengths:
         raise DataError("the sources of data.train hold no document")
     if counts.masked:
-        _check_masks(inputs, counts.masked, counts.learned, counts.targets)
+        _check_masks(inputs, counts)
     else:
         (folder / MASK).unlink()
 
@@ -306,7 +310,11 @@ def _write(
         "tokens": sum(counts.lengths),
         "tokenizer": tokenizer.fingerprint,
         "skipped": skipped,
-        "notes": _note_sentences(inputs, notes),
+        "notes": [
+            f"{source.name}: {sentence}"
+            for source, source_notes in zip(sources, notes)
+            for sentence in source_notes.sentences()
+        ],
     }
     _write_manifest(folder, body, inputs, counts)
 
@@ -317,9 +325,10 @@ def _write_manifest(
     """Write what the tokens were made from, with the hashes of the files that hold them."""
     names = [*FILES, MASK] if counts.masked else FILES
     body["sha256"] = {name: _sha256(folder / name) for name in names}
-    body["files"] = []
-    for (source, file), documents in zip(inputs, counts.documents):
-        body["files"].append({**asdict(file), "source": source, "documents": documents})
+    body["files"] = [
+        {**asdict(file), "source": source, "documents": counts.documents[file_index]}
+        for file_index, (source, file) in enumerate(inputs)
+    ]
     text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
     (folder / "manifest.json").write_text(text + "\n")
 
@@ -329,78 +338,29 @@ def _size(document: Text | TokenIds) -> int:
     return len(document.text if isinstance(document, Text) else document.ids)
 
 
-def _encoded(
-    tokenizer: Tokenizer, documents: Sequence[Text | TokenIds]
-) -> Iterator[tuple[Sequence[int], np.ndarray | None]]:
-    """Token ids of each document, in order, and which of them are targets; None for all. Raises
-    DataError for an id that is no token."""
-    texts = [document for document in documents if isinstance(document, Text)]
-    plain = iter(tokenizer.encode([text.text for text in texts if text.learned is None]))
-    parts = iter(tokenizer.encode_learned([text for text in texts if text.learned is not None]))
-    for document in documents:
-        if isinstance(document, TokenIds):
-            _check_ids(document, tokenizer)
-            yield document.ids.tolist(), document.learned
-        else:
-            yield (next(plain), None) if document.learned is None else next(parts)
-
-
-def _check_ids(document: TokenIds, tokenizer: Tokenizer) -> None:
-    wrong = document.ids[(document.ids < 0) | (document.ids >= tokenizer.vocab)]
-    if len(wrong):
-        raise DataError(
-            f"{document.where}: ids has {wrong[0]}, and tokens of {tokenizer.file} are 0 to"
-            f" {tokenizer.vocab - 1}"
-        )
-
-
-def _check_masks(
-    inputs: Sequence[tuple[int, File]], masked: Set[int], learned: np.ndarray, targets: np.ndarray
-) -> None:
-    """Raises DataError for a source of conversations of which nothing is learned, or everything.
-
-    `masked`: sources of which some documents say what is learned; `learned`, `targets`: of each
-    source, tokens that are learned and those that could be.
-    """
+def _check_masks(inputs: Sequence[tuple[int, File]], counts: _Counts) -> None:
+    """Raises DataError for a source of conversations of which nothing is learned, or everything."""
     # Reversed, the first file of each source is the one that the dict keeps.
     for source, file in dict(reversed(inputs)).items():
-        total = targets[source]
-        if source not in masked:
+        total = counts.targets[source]
+        learned = counts.learned[source]
+        if source not in counts.masked:
             continue
-        if learned[source] == 0:
+        if learned == 0:
             raise DataError(
                 f"{file.path}: not one of {total} tokens would be learned; look at them with"
                 " longshift data CONFIG"
             )
-        if (
-            file.format != "function"
-            and file.learn in ("assistant", "last")
-            and learned[source] == total
-        ):
+        is_chosen = file.format != "function" and file.learn in ("assistant", "last")
+        if is_chosen and learned == total:
             raise DataError(
                 f"{file.path}: all {total} tokens would be learned, not only what the assistant"
                 " says: the template marks everything; to mean that, write learn: all"
             )
 
 
-def _note_sentences(inputs: Sequence[tuple[int, File]], notes: Sequence[RecordNotes]) -> list[str]:
-    """The notes of all sources, each with the name of its source."""
-    sentences = list[str]()
-    for source, source_notes in enumerate(notes):
-        name = _source_name(inputs, source)
-        sentences += [f"{name}: {sentence}" for sentence in source_notes.sentences()]
-    return sentences
-
-
-def _source_name(inputs: Sequence[tuple[int, File]], source: int) -> str:
-    """The file of a source, or its first of several."""
-    paths = [file.path for file_source, file in inputs if file_source == source]
-    return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-
-
 def _texts(
     inputs: Sequence[tuple[int, File]],
-    chat: TemplateProcess | None,
     notes: Sequence[RecordNotes],
     skipped: list[tuple[str, str]],
     progress: Progress,
@@ -413,7 +373,7 @@ def _texts(
     finished_bytes = 0
     for file_index, (source, file) in enumerate(inputs):
         characters = 0
-        for item in read(file, chat, notes[source]):
+        for item in read(file, notes[source]):
             if isinstance(item, SkippedFile):
                 skipped.append((item.where, item.why))
             else:
@@ -450,18 +410,6 @@ def _batches(
 # Reading
 
 
-def _cached_files(rows: Sequence[Mapping[str, Any]]) -> tuple[CachedFile, ...]:
-    """The files of a manifest, each with the number of its first document."""
-    cached = list[CachedFile]()
-    first = 0
-    for row in rows:
-        cached.append(
-            CachedFile(row["path"], row["format"], first, row["documents"], row["source"])
-        )
-        first += row["documents"]
-    return tuple(cached)
-
-
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
@@ -469,41 +417,28 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         body = manifest["body"]
         digest = manifest["sha256"]
     except FileNotFoundError:
-        raise DataError(f"{path} is missing; {_again(folder)}") from None
+        raise _damage(path, "missing") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged: {error}; {_again(folder)}") from error
+        raise _damage(path, f"damaged: {error}") from error
     if _digest(body) != digest:
-        raise DataError(
-            f"{path} is damaged: its contents do not give its SHA-256; {_again(folder)}"
-        )
+        raise _damage(path, "damaged: its contents do not give its SHA-256")
     if body["format"] != _FORMAT:
-        raise DataError(
-            f"{path}: format {body['format']}, where {_FORMAT} is read; {_again(folder)}"
-        )
+        raise _damage(path, f"of format {body['format']}, where {_FORMAT} is read")
     return body
 
 
-def _check_size(path: Path, size: int) -> None:
+def _open_array(path: Path, length: int, dtype: str) -> np.ndarray:
     if not path.exists():
-        raise DataError(f"{path} is missing; {_again(path.parent)}")
+        raise _damage(path, "missing")
+    size = length * np.dtype(dtype).itemsize
     if path.stat().st_size != size:
-        raise DataError(
-            f"{path} is damaged: it has {path.stat().st_size} bytes, not {size};"
-            f" {_again(path.parent)}"
-        )
+        raise _damage(path, f"damaged: it has {path.stat().st_size} bytes, not {size}")
+    return np.memmap(path, dtype, "r")
 
 
-def _check_contents(folder: Path, sha256: Mapping[str, str]) -> None:
-    for name in sha256:
-        if _sha256(folder / name) != sha256[name]:
-            raise DataError(
-                f"{folder / name} is damaged: its contents do not give its SHA-256;"
-                f" {_again(folder)}"
-            )
-
-
-def _again(folder: Path) -> str:
-    return f"to make it again: rm -r '{folder}'"
+def _damage(path: Path, fault: str) -> DataError:
+    """What is wrong with a file of a cache, and what to do."""
+    return DataError(f"{path} is {fault}; to make it again: rm -r '{path.parent}'")
 
 
 def _sha256(path: Path) -> str:

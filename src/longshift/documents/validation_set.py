@@ -9,26 +9,25 @@ compared. A share of data.train may be held out instead of documents of its own:
 is not, by its number alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from longshift.documents.batch import Document, document_part
 from longshift.documents.tokens import TokenCache
 from longshift.errors import DataError
 from longshift.model.loss import IGNORE
-from longshift.workload.lengths import Overlong, spans
+from longshift.workload.lengths import Overlong, Spans, spans
 from longshift.workload.order import Order, held_out
 
 
 @dataclass(frozen=True, eq=False)
 class ValidSet:
-    """What is validated on. `batches`: of each range, by its longest length, the spans (document,
-    start, stop) of each batch."""
+    """What is validated on. `spans` of documents; `batches`: by the longest length of a range, from
+    short to long, the spans of each of its batches, by their numbers."""
 
     cache: TokenCache
-    batches: tuple[tuple[int, tuple[tuple[tuple[int, int, int], ...], ...]], ...]
+    spans: Spans
+    batches: Mapping[int, Sequence[Sequence[int]]]
 
     @classmethod
     def of(
@@ -52,8 +51,9 @@ class ValidSet:
                 f"data.valid: {cache.where(longest)} has {cache.lengths[longest]} tokens, more than"
                 " data.max_len; set data.overlong"
             )
-        cut = spans(cache.lengths, max_len, overlong or "split")
-        candidates = np.flatnonzero(held_out(cut.document, share)) if share else np.arange(len(cut))
+        candidates = spans(cache.lengths, max_len, overlong or "split")
+        if share:
+            candidates = candidates.of(held_out(candidates.document, share))
         if not len(candidates):
             raise DataError(
                 "no document is left to validate on: raise data.held_out, or name others as"
@@ -62,31 +62,23 @@ class ValidSet:
 
         # 1. Draw a sample. Its seed is fixed, so that runs of any seed validate on the same
         # documents.
+        lengths = (candidates.stop - candidates.start).tolist()
         order = Order(len(candidates), 0)
-        sample = list[tuple[int, int, int]]()
+        sample = list[int]()
         total = 0
-        for cursor in range(len(candidates)):
-            if total >= tokens:
-                break
-            document, start, stop = cut.item(int(candidates[order[cursor]]))
-            sample.append((document, start, stop))
-            total += stop - start
+        while total < tokens and len(sample) < len(candidates):
+            sample.append(order[len(sample)])
+            total += lengths[sample[-1]]
 
         # 2. Fill batches of each range of lengths, from short to long.
-        ranges: dict[int, list[list[tuple[int, int, int]]]] = {}
-        for piece in sorted(sample, key=lambda piece: (_length(piece), piece)):
-            max_length = 1 << (_length(piece) - 1).bit_length()
+        ranges: dict[int, list[list[int]]] = {}
+        for span in sorted(sample, key=lambda span: (lengths[span], span)):
+            max_length = 1 << (lengths[span] - 1).bit_length()
             batches = ranges.setdefault(max_length, [])
-            if not batches or sum(map(_length, batches[-1])) >= tokens_per_step:
+            if not batches or sum(lengths[other] for other in batches[-1]) >= tokens_per_step:
                 batches.append([])
-            batches[-1].append(piece)
-        return cls(
-            cache,
-            tuple(
-                (max_length, tuple(map(tuple, batches)))
-                for max_length, batches in sorted(ranges.items())
-            ),
-        )
+            batches[-1].append(span)
+        return cls(cache, candidates, ranges)
 
     def losses(
         self, score: Callable[[Sequence[Document]], float]
@@ -96,14 +88,11 @@ class ValidSet:
         `score`: the loss sum of documents. Raises DataError where no range has a target.
         """
         rows = []
-        for max_length, batches in self.batches:
+        for max_length, batches in self.batches.items():
             loss = 0.0
             targets = 0
             for batch in batches:
-                documents = [
-                    document_part(self.cache, document, start, stop)
-                    for document, start, stop in batch
-                ]
+                documents = [document_part(self.cache, *self.spans.item(span)) for span in batch]
                 batch_targets = sum(int((d.labels != IGNORE).sum()) for d in documents)
                 targets += batch_targets
                 if batch_targets:  # a forward pass without a target would tell nothing
@@ -116,8 +105,3 @@ class ValidSet:
                 " validation.tokens"
             )
         return tuple(rows)
-
-
-def _length(piece: tuple[int, int, int]) -> int:
-    _, start, stop = piece
-    return stop - start

@@ -229,6 +229,11 @@ class Reader:
             key, default or 1, lambda v: type(v) in kinds and low <= v <= high, reason
         )
 
+    def whole(self, key: str, default: int) -> int:
+        return self.value(
+            key, default, lambda v: type(v) is int and v >= 0, "must be a whole number"
+        )
+
     def flag(self, key: str, default: bool) -> bool:
         return self.value(key, default, lambda v: isinstance(v, bool), "must be true or false")
 

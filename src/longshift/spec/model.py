@@ -79,8 +79,7 @@ class Part:
     heads: int | None = None
 
     def rows(self, parts: int, index: int) -> tuple[int, int]:
-        """Half-open range of rows, relative to the part's start,
-        of coordinate `index` of `parts`."""
+        """Half-open range of rows, from the part's start, of coordinate `index` of `parts`."""
         first, last = share(self.heads or self.units, parts, index)
         group = self.heads // self.units if self.heads else 1
         return first // group * self.size, -(-last // group) * self.size
@@ -116,8 +115,7 @@ LOSS_ROWS = 1024
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and switches of a decoder. Two specs are the same function exactly when
-    they are equal."""
+    """A decoder in numbers. Two specs are the same function exactly when they are equal."""
 
     family: str
     vocab: int
@@ -175,11 +173,8 @@ class ModelSpec:
     @cached_property
     def params(self) -> tuple[Param, ...]:
         """The parameter table in canonical order."""
-        return tuple(
-            with_adapters(
-                _parameter_table(self), self.layers, self.lora, self.freeze, self.fused_qkv
-            )
-        )
+        table = _parameter_table(self)
+        return tuple(with_adapters(table, self.layers, self.lora, self.freeze, self.fused_qkv))
 
     @property
     def base(self) -> "ModelSpec":
@@ -239,14 +234,12 @@ class ModelSpec:
     def _alike(self) -> tuple[int, ...]:
         """By block, from the first on, the first one that computes as it does."""
         # What is frozen changes which gradients a block has, so it makes another kind of block.
-        frozen_roles: dict[int, list[str]] = {}
-        for p in self.params if self.freeze else ():
-            if p.frozen:
-                frozen_roles.setdefault(p.unit, []).append(p.role)
         first_of_kind: dict[tuple, int] = {}
         alike = []
         for block in range(1, self.layers + 1):
-            kind = self.rope_of(block), self.window(block), tuple(frozen_roles.get(block, ()))
+            params = self.of_unit(block) if self.freeze else ()
+            frozen_roles = tuple(p.role for p in params if p.frozen)
+            kind = self.rope_of(block), self.window(block), frozen_roles
             alike.append(first_of_kind.setdefault(kind, block))
         return tuple(alike)
 
@@ -286,20 +279,18 @@ class ModelSpec:
 
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on
-        average (causal: half its document).
-        6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded),
-        12 * N * H per attended token and layer; recomputation not counted."""
+        average (causal: half its document). 6 per matmul weight that is trained, 4 per one that is
+        not, 12 * N * H per attended token and layer; look-ups and recomputation not counted."""
         return self._matmul_flops + 12.0 * self.layers * self.heads * self.head_width * context
 
     @cached_property
     def _matmul_flops(self) -> float:
         """FLOP of forward and backward for a token through the weights."""
-        matmul = (
-            p
-            for p in self.params
-            if p.also_unit is not None or p.role not in ("embed", "positions")
-        )
-        return sum(p.elements * (4.0 if p.frozen else 6.0) for p in matmul)
+        flops = 0.0
+        for p in self.params:
+            if p.also_unit is not None or p.role not in ("embed", "positions"):
+                flops += p.elements * (4.0 if p.frozen else 6.0)
+        return flops
 
 
 # By role, the names of modules as published checkpoints have them.
@@ -396,17 +387,8 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
         if spec.qk_norm:
             yield from _norm(spec, names, role, spec.head_width)
         if spec.qk_norm_whole:
-            size = parts[0].units * spec.head_width
-            yield Param(
-                f"{names[role]}.weight",
-                role,
-                (size,),
-                unit=0,
-                dim=0,
-                parts=parts,
-                decay=False,
-                init="ones",
-            )
+            for param in _norm(spec, names, role, parts[0].units * spec.head_width):
+                yield replace(param, dim=0, parts=parts)
     yield from _linear(spec, names, "o", query, spec.out_bias, from_parts=True)
     if spec.norm_place != "before":
         yield from _norm(spec, names, "post1", spec.width)
@@ -452,7 +434,6 @@ def _linear(
     # Whether the dim of `parts` is the first as it is stored.
     is_cut_first = from_parts == spec.fused_qkv
     shape = (size, spec.width) if is_cut_first else (spec.width, size)
-    init = "normal_out" if from_parts else "normal"
     yield Param(
         f"{names[role]}.weight",
         role,
@@ -460,20 +441,10 @@ def _linear(
         unit=0,
         dim=0 if is_cut_first else 1,
         parts=parts,
-        init=init,
+        init="normal_out" if from_parts else "normal",
     )
-    if has_bias and from_parts:
-        yield Param(
+    if has_bias:
+        bias = Param(
             f"{names[role]}.bias", f"{role}_bias", (spec.width,), unit=0, decay=False, init="zeros"
         )
-    elif has_bias:
-        yield Param(
-            f"{names[role]}.bias",
-            f"{role}_bias",
-            (size,),
-            unit=0,
-            dim=0,
-            parts=parts,
-            decay=False,
-            init="zeros",
-        )
+        yield bias if from_parts else replace(bias, shape=(size,), dim=0, parts=parts)

@@ -40,7 +40,7 @@ from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, written
-from longshift.spec.stretch import beyond, replaced_scaling
+from longshift.spec.positions import beyond, replaced_scaling
 from longshift.terminal import say
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.step_callback import load_callback

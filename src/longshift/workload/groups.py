@@ -9,19 +9,26 @@ shares come out nearly equal. Of a layout only its replicas have a say in this. 
 documents does not exist: its layout is not visited.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
-
-import numpy as np
 
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.layout.layout import MOST_SIZE, Layout, format_size, parse_size
 from longshift.spec.model import ModelSpec
-from longshift.workload.packs import cost, pack, shares
 
-MOST_EXACT = 14  # nodes: some 10 ms of dynamic programming; every further node doubles them
+# Nodes: some 50 ms of dynamic programming; every further one takes three times as long.
+MOST_EXACT = 10
+
+LEAST_S = 600.0
+SLOW_FLOPS: Mapping[str, float] = {"cpu": 2e9, "cuda": 1e13}
+"""Model FLOP/s that a rank is sure to reach, by type of its device: about a tenth of what a CPU
+core multiplies in float32, and of what a GPU of 2018 multiplies in 16 bits. Recomputation, waiting
+for a tier and small matrices slow a rank down by less. A timeout that is too long delays the news
+of a rank that hangs (one that dies is noticed at once); one that is too short ends a good run."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +101,14 @@ def parse_edges(items: Sequence[object]) -> tuple[Edge, ...]:
 
 
 def _parse_edge(item: object) -> Edge:
-    needed_keys = ("upto", "use")
-    keys = (*needed_keys, "pack")
-    if not isinstance(item, dict):
-        raise UsageError(
-            f"{shown(item)}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}"
-        )
-    for key in item:
+    keys = ("upto", "use", "pack")
+    for key in item if isinstance(item, dict) else ():
         if key not in keys:
             raise UsageError(
                 f"{str(key)[:80]}: no such key of a group{did_you_mean(str(key), keys)}"
             )
-    for key in needed_keys:
-        if key not in item:
-            raise UsageError(f"{shown(item)}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
+    if not isinstance(item, dict) or not {"upto", "use"} <= item.keys():
+        raise UsageError(f"{shown(item)}: a group needs upto and use, as in {{upto: 4K, use: dp4}}")
     if not isinstance(item["use"], str):
         raise UsageError(f"use: {shown(item['use'])} is not a layout, such as dp2.tp2")
     pack = _tokens("pack", item["pack"]) if "pack" in item else 0
@@ -120,9 +121,9 @@ def _tokens(key: str, value: object) -> int:
     except ValueError as fault:
         raise UsageError(f"{key}: {fault}") from None
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_SIZE:
-        is_too_large = isinstance(size, int) and size > MOST_SIZE
-        limit = f" of at most {MOST_SIZE}" if is_too_large else ""
-        raise UsageError(f"{key}: {shown(value)} is not a number of tokens{limit}, such as 4K")
+        raise UsageError(
+            f"{key}: {shown(value)} is not a number of tokens of at most {MOST_SIZE}, such as 4K"
+        )
     return size
 
 
@@ -137,10 +138,6 @@ def check_edges(edges: Sequence[Edge]) -> None:
         if longer.upto <= shorter.upto:
             fault = f"upto {longer.upto} ({longer.use}) comes after {shorter.upto} ({shorter.use})"
             raise UsageError(f"layout: {fault}; groups go from short to long")
-    if edges[0].upto < 1:
-        raise UsageError(
-            f"layout: upto {edges[0].upto} ({edges[0].use}) holds no document; it is at least 1"
-        )
     for edge in edges:
         if edge.pack < edge.upto:
             upto = format_size(edge.upto)
@@ -154,19 +151,8 @@ def check_edges(edges: Sequence[Edge]) -> None:
 def length_groups(
     lengths: Sequence[int], edges: Sequence[Edge], spec: ModelSpec
 ) -> tuple[LengthGroup, ...]:
-    """The groups that have documents, from short to long.
-
-    Raises UsageError for edges that do not ascend, and for a document longer than the last edge:
-    the over-length policy comes before."""
-    check_edges(edges)
-    last = edges[-1]
-    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-    if longest is not None and lengths[longest] > last.upto:
-        raise UsageError(
-            f"document {longest} of the step has {lengths[longest]} tokens and the last group"
-            f" ({last.use}) ends at {last.upto}; raise its upto to {lengths[longest]}, or cut long"
-            " documents with data.max_len and data.overlong"
-        )
+    """The groups that have documents, from short to long. No document is longer than the
+    last edge: the over-length policy comes before."""
     # An edge includes its length, so bisect_left finds the group.
     ends = [edge.upto for edge in edges]
     members: list[list[int]] = [[] for _ in edges]
@@ -199,6 +185,54 @@ def _group(
     return LengthGroup(lo, edge.upto, edge.use, tuple(packs), tuple(pack_shares), pack_costs)
 
 
+def pack(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Best-fit decreasing: whole documents, longest first, each into the fullest pack that still
+    holds it, else into a new one.
+
+    Returns indices into `lengths`; the packs in the order they were opened. A function of its
+    arguments alone: equal lengths keep their order, and of equally full packs the first is taken.
+    Needs at most 11/9 of the fewest possible packs, plus one. No document is longer than
+    `capacity`: the over-length policy comes before packing.
+    """
+    packs: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, pack), ascending
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        fit = bisect_left(free, (length, 0))
+        if fit < len(free):
+            space, pack_index = free.pop(fit)
+        else:
+            space = capacity
+            pack_index = len(packs)
+            packs.append([])
+        packs[pack_index].append(index)
+        insort(free, (space - length, pack_index))
+    return tuple(map(tuple, packs))
+
+
+def shares(costs: Sequence[float], replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Longest processing time first: each pack, dearest first, goes to the replica with the least
+    to do.
+
+    Returns indices into `costs` for every replica, dearest first. Shares may differ in number and
+    may be empty. A function of its arguments alone: equal costs keep their order, and of equally
+    loaded replicas the first is taken. The dearest share costs at most 4/3 of the best possible.
+    """
+    replica_shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [(0.0, replica) for replica in range(replicas)]  # sorted, so a heap
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, replica = loads[0]
+        replica_shares[replica].append(index)
+        heapq.heapreplace(loads, (load + costs[index], replica))
+    return tuple(map(tuple, replica_shares))
+
+
+def cost(lengths: Sequence[int], spec: ModelSpec) -> float:
+    """Model FLOP of forward and backward over a pack of documents: linear in its tokens, quadratic
+    in each document as far as the model's sliding window reaches."""
+    return sum(n * spec.flops_per_token(float(spec.attended(n)) / n) for n in lengths if n)
+
+
 def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """The order of visiting n nodes whose switches cost least together; of equal orders the
     lexicographically least.
@@ -210,38 +244,45 @@ def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]]) -> tu
     n = len(first)
     if n > MOST_EXACT:
         return tuple(range(n))
-    # Without a node, `hop` has no second dim.
-    hops = np.reshape(np.array(hop, float), (n, n))
-    return _best_order(np.array(first, float), hops)
+    costs = [*hop, first]
+
+    # Dynamic programming over subsets (Held, Karp 1962).
+    @cache
+    def cheapest(node: int, unvisited: frozenset[int]) -> tuple[float, tuple[int, ...]]:
+        """Cost and order of visiting these nodes after `node`; `n` is home."""
+        orders: list[tuple[float, tuple[int, ...]]] = [] if unvisited else [(0.0, ())]
+        for next_node in unvisited:
+            rest_cost, rest = cheapest(next_node, unvisited - {next_node})
+            orders.append((costs[node][next_node] + rest_cost, (next_node, *rest)))
+        return min(orders)
+
+    _, order = cheapest(n, frozenset(range(n)))
+    return order
 
 
-def _best_order(begin: np.ndarray, hops: np.ndarray) -> tuple[int, ...]:
-    """The cheapest order, by dynamic programming over subsets (Held, Karp 1962): 2^n n^2 steps.
+def timeout_s(
+    spec: ModelSpec, edges: Sequence[Edge], max_len: int, tokens_per_step: int, flops_per_s: float
+) -> float:
+    """Seconds after which a collective fails: LEAST_S, or more where one rank may have to wait
+    longer for another inside a step.
 
-    `begin` [n]: from home to each node; `hops` [n, n].
+        replica 0   short documents ░░░░ waits ........................ reduce
+        replica 1   one document of 1M tokens ░░░░░░░░░░░░░░░░░░░░░░░░░ reduce
+
+    Documents are dealt dearest first to the replica with the least to do (`shares`), so a replica's
+    share of a group costs at most the mean of the replicas and one document of the group's longest.
+    Stages of a pipeline do not shorten one pack.
     """
-    n = len(begin)
-    sets = np.arange(1 << n)  # a bit a node
-    sizes = sum((sets >> i & 1 for i in range(n)), np.zeros_like(sets))
+    longest_flops = 0.0
+    mean_flops = 0.0
+    for edge in edges:
+        length = min(edge.upto, max_len)
+        document_flops = cost([length], spec) / edge.use.sequence
 
-    # 1. min_costs[s, i]: of visiting all nodes of set s, node i first. A node alone needs no hop.
-    min_costs = np.full((1 << n, n), np.inf)
-    min_costs[1 << np.arange(n), np.arange(n)] = 0.0
-    for size in range(2, n + 1):
-        for i in range(n):
-            has_node = sets >> i & 1 == 1
-            sets_with_node = sets[(sizes == size) & has_node]
-            rest = sets_with_node ^ 1 << i
-            min_costs[sets_with_node, i] = (hops[i] + min_costs[rest]).min(1)
-
-    # 2. Walk the cheapest way. argmin takes the first of equal nodes:
-    # the lexicographically least order.
-    order = []
-    unvisited = (1 << n) - 1
-    costs = begin
-    while unvisited:
-        node = int((costs + min_costs[unvisited]).argmin())
-        order.append(node)
-        unvisited ^= 1 << node
-        costs = hops[node]
-    return tuple(order)
+        # Groups that share copies of the weights do not wait for each other, so their longest
+        # documents add up.
+        longest_flops += document_flops
+        # The last document of a step may exceed its tokens by max_len.
+        group_flops = document_flops / length * (tokens_per_step + max_len) / edge.use.dp
+        mean_flops = max(mean_flops, group_flops)
+    return max(LEAST_S, (longest_flops + mean_flops) / flops_per_s)

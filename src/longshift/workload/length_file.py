@@ -12,14 +12,15 @@ import csv
 import gzip
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heapreplace
 from pathlib import Path
 
 import numpy as np
 
 from longshift.errors import DataError, UsageError
+from longshift.workload.groups import shares
 
 BIN_POINTS = 64  # lengths that stand for a bin, at most
 COUNTED = 20_000  # documents that are drawn to count how many a step has
@@ -72,20 +73,17 @@ class Lengths:
         total_tokens = np.cumsum(self.lengths[np.searchsorted(ends, indices, side="right")])
 
         # 2. Cut them into steps. One that the draw does not complete is left out.
-        stop = 0
+        end = 0
         steps = 0
-        while steps < max_steps:
-            step_begin = total_tokens[stop - 1] if stop else 0
-            next_stop = int(np.searchsorted(total_tokens, step_begin + tokens_per_step)) + 1
-            if next_stop > len(total_tokens):
-                break
-            stop = next_stop
-            steps += 1
+        for total in total_tokens.tolist():
+            if total >= end + tokens_per_step and steps < max_steps:
+                end = total
+                steps += 1
         if not steps:
             return tokens_per_step / mean_length
 
         # Their tokens over the mean length are less noisy than the number of documents.
-        return float(total_tokens[stop - 1]) / steps / mean_length
+        return end / steps / mean_length
 
     def typical(self, steps: int, tokens_per_step: float) -> list[np.ndarray]:
         """Lengths of the documents of so many steps that together stand for all,
@@ -99,14 +97,9 @@ class Lengths:
         lengths = self.lengths[np.searchsorted(ends, ranks)]
 
         # From the longest on, each document goes to the step that has the fewest tokens yet.
-        step_lengths: list[list[int]] = [[] for _ in range(steps)]
-        loads = [(0, step) for step in range(steps)]
-        for length in lengths.tolist():
-            tokens, step = loads[0]
-            step_lengths[step].append(length)
-            heapreplace(loads, (tokens + length, step))
         random = np.random.default_rng(0)
-        return [random.permutation(np.array(documents, np.int64)) for documents in step_lengths]
+        dealt = shares(lengths.tolist(), steps)
+        return [random.permutation(lengths[list(documents)]) for documents in dealt]
 
 
 def read_lengths(path: Path) -> Lengths:
@@ -142,26 +135,12 @@ def read_lengths(path: Path) -> Lengths:
 
 def _read_list(lines: list[bytes], path: Path) -> Lengths | None:
     """Lengths, one a line. Raises DataError with the line that is none."""
-    numbers = [line for line in lines if line[:1].isdigit()]  # quick, where nothing is wrong
-    if len(numbers) < len(lines):
-        numbers = [line for line in lines if not _is_comment(line)]
-    if not numbers:
-        return None
-    try:
-        if b"".join(numbers).translate(None, b"0123456789 \t"):
-            raise ValueError("something that is no number")
-        lengths = np.array(numbers).astype(np.int64)
-        if lengths.min() < 1 or lengths.max() > MOST:
-            raise ValueError("a number out of range")
-    except (ValueError, OverflowError):
-        # One by one, to find the line at fault.
-        values = list[int]()
-        for number, line in enumerate(lines, 1):
-            if not _is_comment(line):
-                text = line.decode(errors="replace").strip()
-                values.append(_parse_whole(text, 1, f"{path}:{number}", "a length in tokens"))
-        lengths = np.array(values)
-    return Lengths.from_array(lengths)
+    values = []
+    for number, line in enumerate(lines, 1):
+        if not _is_comment(line):
+            text = line.decode(errors="replace").strip()
+            values.append(_parse_whole(text, 1, f"{path}:{number}", "a length in tokens"))
+    return Lengths.from_array(np.array(values, np.int64)) if values else None
 
 
 def _is_comment(line: bytes) -> bool:
@@ -170,7 +149,8 @@ def _is_comment(line: bytes) -> bool:
 
 def _parse_whole(text: str, minimum: int, place: str, noun: str) -> int:
     """A whole number. Raises DataError with its place."""
-    if not (re.fullmatch("[0-9]{1,30}", text) and minimum <= int(text) <= MOST):
+    is_short = len(text) <= len(str(MOST))
+    if not (is_short and text.isascii() and text.isdigit() and minimum <= int(text) <= MOST):
         raise DataError(
             f"{place}: {text[:40]!r} is not {noun}, a whole number from {minimum} to {MOST}"
         )
@@ -180,7 +160,7 @@ def _parse_whole(text: str, minimum: int, place: str, noun: str) -> int:
 def _read_histogram(lines: list[bytes], path: Path) -> Lengths | None:
     """Every bin's documents, shared among lengths that stand for it.
     Raises DataError for bins that overlap."""
-    count_by_length = dict[int, int]()
+    count_by_length = Counter[int]()
     previous_high = 0
     previous_place = ""
     for place, low, high, documents in sorted(_bins(lines, path), key=lambda row: row[1:3]):
@@ -190,9 +170,8 @@ def _read_histogram(lines: list[bytes], path: Path) -> Lengths | None:
             )
         previous_high = high
         previous_place = place
-        lengths, counts = _spread(low, high, documents)
-        for length, count in zip(lengths, counts):
-            count_by_length[length] = count_by_length.get(length, 0) + count
+        for length, count in zip(*_spread(low, high, documents)):
+            count_by_length[length] += count
     rows = np.array(sorted(count_by_length.items()), np.int64).reshape(-1, 2)
     return Lengths(rows[:, 0], rows[:, 1]) if len(rows) else None
 

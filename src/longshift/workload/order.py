@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from math import gcd, lcm
+from typing import Any
 
 import numpy as np
 
@@ -102,11 +103,9 @@ class Mixture:
 def held_out(documents: np.ndarray, share: float) -> np.ndarray:
     """Which documents, by number, belong to a share that is held out of training: bool, the same
     for every seed."""
-    # SplitMix64 of each number, as `_mix` has it, in arrays. Plus one, as zero would stay zero.
-    word = (documents.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        word = (word ^ word >> np.uint64(shift)) * np.uint64(factor)
-    return word < share * 2.0**64
+    # SplitMix64 of each number. Plus one, as zero would stay zero.
+    words = (documents.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return _mix(words) < share * 2.0**64
 
 
 def shares_of(
@@ -154,9 +153,9 @@ def _feistel(index: int, bits: int, keys: tuple[int, ...]) -> int:
     return high << bits | low
 
 
-def _mix(word: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014): every input bit reaches every output
-    bit."""
+def _mix(word: Any) -> Any:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014) of a number or of an array of uint64: every
+    input bit reaches every output bit."""
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
     return word ^ word >> 31
