@@ -73,6 +73,15 @@ def short_repr(value: Any) -> str:
     )
 
 
+def size_text(size: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
 def fields_table(title: str, fields: Iterable[tuple[str, Any]]) -> Table:
     """A row for each field."""
     table = Table("", title, box=None, show_header=bool(title))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longshift.command_results import size_text
 from longshift.layout.layout import format_size
 from longshift.reports.page import (
     Series,
@@ -288,11 +289,3 @@ def _shown(key: str, value: Any) -> str:
         if isinstance(value, list)
         else str(value)
     )
-
-
-def size_text(size: float) -> str:
-    """Bytes in the largest unit of which there is one."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size:.0f} B"
