@@ -137,11 +137,12 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
     """Set a nested key in place; False where the way to it leads through something that is not a
     mapping."""
     for key in keys[:-1]:
-        if isinstance(values, dict) and key in SHORT and isinstance(values.get(key), str):
-            values[key] = {SHORT[key]: values[key]}
-        values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore
-    if not isinstance(values, dict):
-        return False
+        section = values.setdefault(key, {})
+        if key in SHORT and isinstance(section, str):
+            section = values[key] = {SHORT[key]: section}
+        if not isinstance(section, dict):
+            return False
+        values = section
     values[keys[-1]] = value
     return True
 

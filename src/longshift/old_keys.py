@@ -2,9 +2,9 @@
 older run reads today.
 
 run/config.yaml        train: {frozen: 45.0, crowded: false}
-of an older version    switch: {planner: algorithm1, bucket: 32M}
+of an older version    switch: {planner: algorithm1, ahead: 256M}
 as it is read          train: {stall_timeout: 45.0}
-                       switch: {bucket: 32M}
+                       switch: {ahead: 256M}
 what is said           switch.planner was 'algorithm1' in the run: fan_out always plans
 """
 
@@ -44,6 +44,9 @@ REMOVED = {
         (False,),
         "longshift check compares what comes back from disk, and a run does not: leave it out",
     ),
+    "switch.bucket": RemovedKey(
+        (32 << 20,), "a rank always sends, or receives, at most 32 MiB at one time: leave it out"
+    ),
     "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),
     "window": RemovedKey(
         ({"gather": None, "reduce": None},),
@@ -62,6 +65,7 @@ STAGE = {
     "warmup": "train.warmup",
     "schedule": "train.schedule",
 }
+PACK = "it is pack of a group now, as in layout: [{upto: 4K, use: dp2, pack: 16K}]"
 SOURCES = "data.train", "data.valid"
 FORMATS = {  # keys that a source had, which named fields, and its format now
     "text": "text: body",
@@ -79,6 +83,8 @@ def hint(path: tuple[str | int, ...]) -> str:
     if key in REMOVED:
         return f"; {REMOVED[key].instead}"
     above, _, name = key.rpartition(".")
+    if name == "pack_tokens":
+        return f"; {PACK}"
     if above == "train.stages" and name in STAGE:
         return f"; it is {STAGE[name]} now"
     is_source = above in SOURCES or above.startswith("train.stages.data")
@@ -108,12 +114,36 @@ def translate(values: dict[str, Any]) -> Iterator[str]:
         stage.clear()
         stage.update(overrides)
 
-    # 3. A source named fields by keys of its own, and has a format now.
+    # 3. A single layout had its packs in another section, and has them as the only group now.
+    for train in _mappings(values, ["train"]):
+        data = next(_mappings(values, ["data"]), {})
+        run = {
+            "layout": values.get("layout"),
+            "data.max_len": data.get("max_len"),
+            "train.pack_tokens": train.pop("pack_tokens", None),
+        }
+        for stage in _mappings(train, ["stages"]):
+            part = run | stage
+            stage.pop("train.pack_tokens", None)
+            stage.update(_group_of_packs(part))
+        values.update(_group_of_packs(run))
+
+    # 4. A source named fields by keys of its own, and has a format now.
     for path in (*(path.split(".") for path in SOURCES), ["train", "stages", "data.train"]):
         for source in _mappings(values, path):
             fields = {name: source.pop(name) for name in FORMATS if name in source}
             if fields := {name: field for name, field in fields.items() if field is not None}:
                 source["format"] = fields
+
+
+def _group_of_packs(part: dict[str, Any]) -> dict[str, Any]:
+    """The `layout` of a part of a run whose single layout has packs of a size of their own; empty
+    for others."""
+    layout = part["layout"]
+    pack = part["train.pack_tokens"]
+    if pack is None or not isinstance(layout, str) or layout == "auto":
+        return {}
+    return {"layout": [{"upto": part["data.max_len"], "use": layout, "pack": pack}]}
 
 
 def _take(values: dict[str, Any], key: str) -> Iterator[Any]:
