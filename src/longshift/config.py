@@ -10,7 +10,6 @@ is imported.
 Paths are taken from the working directory and made absolute, so that the copy of the config in the
 run folder stays true."""
 
-import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +50,7 @@ from longshift.errors import UsageError
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
-from longshift.layout.layout import AUTO, UNITS, Layout, format_size
+from longshift.layout.layout import UNITS, Layout, format_size
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import (
     Format,
@@ -212,11 +211,12 @@ class TrainConfig(Section):
             )
         instead = {"adamw": "adamw has train.betas", "sgd": "sgd has train.momentum"}
         has = instead.get(self.optimizer, f"{self.optimizer} has numbers of its own")
-        if self.optimizer != "sgd" and self.momentum is not None:
-            raise ValueError(f"momentum is of train.optimizer=sgd; {has}: leave momentum out")
-        for name in ("betas", "eps") if self.optimizer != "adamw" else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is of train.optimizer=adamw; {has}: leave {name} out")
+        for name, optimizer in {"momentum": "sgd", "betas": "adamw", "eps": "adamw"}.items():
+            default = type(self).model_fields[name].default
+            if self.optimizer != optimizer and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} is of train.optimizer={optimizer}; {has}: leave {name} out"
+                )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
         if self.warmup > self.steps:
@@ -464,15 +464,10 @@ class Config(Section):
                 " plan finds them)"
             )
         for number, part in enumerate(self.parts if self.train.stages else ()):
-            if any(edge.use.chunk == AUTO for edge in part.edges):
-                raise ValueError(
-                    f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a"
-                    " number of tokens"
-                )
             if any(edge.use.open for edge in part.edges):
                 raise ValueError(
-                    f"train.stages.{number}: recompute-auto is chosen for runs without stages;"
-                    " write a layout without it"
+                    f"train.stages.{number}: chunk-auto and recompute-auto are chosen for runs"
+                    " without stages; write the chunk, or the recomputation"
                 )
             if part.world != self.world:
                 raise ValueError(
@@ -500,12 +495,12 @@ class Config(Section):
         the config itself where there are none. Raises ValueError that names the stage."""
         if not self.train.stages:
             return (self,)
-        run = self.model_dump(mode="json")
         parts: list[Config] = []
         end = 0
-        for number, stage in enumerate(run["train"]["stages"]):
+        for number in range(len(self.train.stages)):
+            values = self.model_dump(mode="json")
+            stage = values["train"]["stages"][number]
             end += stage.pop("steps")
-            values = copy.deepcopy(run)
             if "train.lr" in stage:  # a schedule of its own, over its own steps
                 values["train"] |= {"min_lr": LEAST_LR * stage["train.lr"], "warmup": 0}
             for key, value in stage.items():

@@ -84,10 +84,8 @@ def parse_config(
         faults += _layout_faults(config, places.get(("layout",), name))
         if not faults:
             return config
-    lines = [
-        f"{name}: {len(faults)} fault{'s' * (len(faults) > 1)} in the config",
-        *faults[:MAX_FAULTS],
-    ]
+    lines = [f"{name}: {len(faults)} fault{'s' * (len(faults) > 1)} in the config"]
+    lines += faults[:MAX_FAULTS]
     if len(faults) > MAX_FAULTS:
         lines.append(f"and {len(faults) - MAX_FAULTS} more")
     raise UsageError("\n  ".join(lines))

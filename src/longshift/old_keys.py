@@ -65,7 +65,6 @@ STAGE = {
     "warmup": "train.warmup",
     "schedule": "train.schedule",
 }
-PACK = "it is pack of a group now, as in layout: [{upto: 4K, use: dp2, pack: 16K}]"
 SOURCES = "data.train", "data.valid"
 FORMATS = {  # keys that a source had, which named fields, and its format now
     "text": "text: body",
@@ -73,24 +72,25 @@ FORMATS = {  # keys that a source had, which named fields, and its format now
     "prompt": "prompt: question, completion: answer",
     "completion": "prompt: question, completion: answer",
 }
+PACK = "it is pack of a group now, as in layout: [{upto: 4K, use: dp2, pack: 16K}]"
+# Of each key that was, what it is now. Numbers of stages and of sources are left out.
+SUCCESSORS = {
+    **{key: f"it is {new_key} now" for key, new_key in RENAMED.items()},
+    **{key: removed.instead for key, removed in REMOVED.items()},
+    **{f"train.stages.{key}": f"it is {new_key} now" for key, new_key in STAGE.items()},
+    **{f"{above}pack_tokens": PACK for above in ("train.", "train.stages.", "train.stages.train.")},
+    **{
+        f"{source}.{key}": f"it is format now, as in format: {{{fields}}}"
+        for source in (*SOURCES, "train.stages.data", "train.stages.data.train")
+        for key, fields in FORMATS.items()
+    },
+}
 
 
 def hint(path: tuple[str | int, ...]) -> str:
     """The end of a sentence about an unknown key: what it is now; empty where no version had it."""
-    key = ".".join(name for name in path if isinstance(name, str))
-    if key in RENAMED:
-        return f"; it is {RENAMED[key]} now"
-    if key in REMOVED:
-        return f"; {REMOVED[key].instead}"
-    above, _, name = key.rpartition(".")
-    if name == "pack_tokens":
-        return f"; {PACK}"
-    if above == "train.stages" and name in STAGE:
-        return f"; it is {STAGE[name]} now"
-    is_source = above in SOURCES or above.startswith("train.stages.data")
-    if is_source and name in FORMATS:
-        return f"; it is format now, as in format: {{{FORMATS[name]}}}"
-    return ""
+    successor = SUCCESSORS.get(".".join(name for name in path if isinstance(name, str)))
+    return f"; {successor}" if successor else ""
 
 
 def translate(values: dict[str, Any]) -> Iterator[str]:

@@ -366,12 +366,11 @@ def on_cluster(cluster: Cluster, world: int, precision: str = "bf16") -> Cluster
 
 
 class RunForecast:
-    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `shape`: of
-    the run's steps, where it is known."""
+    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed."""
 
-    def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
+    def __init__(self, config: Config, cluster: Cluster):
         cluster = on_cluster(cluster, config.world, config.train.precision)
-        self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
+        self.shape = shape_of(config, cluster.devices_per_node, cluster)
         habit = habits(config.train.compile, config.train.precision, cluster.device)
         cost = Cost(config.spec, rates(cluster, config.train.precision), habit)
         self.clock = Clock(self.shape, cluster, cost, config.train.precision)

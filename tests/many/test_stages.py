@@ -159,7 +159,7 @@ def test_a_stage_that_is_under_way_keeps_its_data(place, tmp_path):
             r"train.stages.0.layout: pack 32 of upto 64 \(dp1\) does not hold the group's longest document",
         ),
         ("[{steps: 3, layout: auto}]", "layout: auto is chosen for a whole run"),
-        ("[{steps: 3, layout: chunk-auto}]", "chunk-auto is chosen for runs without stages"),
+        ("[{steps: 3, layout: chunk-auto}]", "chunk-auto and recompute-auto are chosen for runs without stages"),
         (
             "[{steps: 3, train.seed: 1}]",
             "train.stages.0.train.seed: no such key; a stage has steps, data.max_len, .* and all else is the run's",

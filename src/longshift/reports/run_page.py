@@ -23,7 +23,6 @@ from longshift.reports.page import (
 )
 from longshift.reports.read import GroupSums, RunReport
 
-MOST_SETTINGS = 200
 STRETCHES = 250  # of a long run, in which the lowest and the highest point of each curve are drawn
 BY_STEP = (  # title, sentence, series of a report, title of its axis, whether its axis begins at 0
     ("Tokens a second", "Of all ranks.", "tokens_per_s", "tokens/s", True),
@@ -238,7 +237,7 @@ def _tables(drawn: Sequence[_Drawn], names: Sequence[str]) -> Iterator[str]:
     runs = [one.run for one in drawn]
     head = ("", *names)
     if len(runs) > 1:
-        yield folded("Settings that differ", *_differences(runs, head))
+        yield folded("Settings that differ", _differences(runs, head))
     keys = [key for key in runs[0].facts if any(run.facts[key] is not None for run in runs)]
     facts = [(key, *(_shown(key, run.facts[key]) for run in runs)) for key in keys]
     yield folded("Facts", table([head, ("folder", *(run.name for run in runs)), *facts]))
@@ -264,15 +263,13 @@ def _tables(drawn: Sequence[_Drawn], names: Sequence[str]) -> Iterator[str]:
     )
 
 
-def _differences(runs: Sequence[RunReport], head: tuple[str, ...]) -> Iterator[str]:
+def _differences(runs: Sequence[RunReport], head: tuple[str, ...]) -> str:
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [json.dumps(run.config.get(key)) for run in runs]
         if len(set(values)) > 1:
             rows.append((key, *values))
-    yield table([head, *rows[:MOST_SETTINGS]]) if rows else paragraphs(["None."])
-    if len(rows) > MOST_SETTINGS:
-        yield paragraphs([f"and {len(rows) - MOST_SETTINGS} more"])
+    return table([head, *rows]) if rows else paragraphs(["None."])
 
 
 def _shown(key: str, value: Any) -> str:
@@ -282,10 +279,6 @@ def _shown(key: str, value: Any) -> str:
         return size_text(value)
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else ", ".join(value)
-        if isinstance(value, list)
-        else str(value)
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(value) if isinstance(value, list) else str(value)
