@@ -14,8 +14,7 @@ from longshift.files import read_small
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.old_words import with_current_words
-from longshift.old_keys import hint, translate
-from longshift.other_tools import key_hint
+from longshift.other_tools import key_hint, translate
 from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
@@ -186,13 +185,8 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     )
     key = ".".join(str(part)[:80] for part in path) or "config"
     if error["type"] == "extra_forbidden":
-        word = str(path[-1])
-        advice = (
-            hint(path)
-            or _stage_hint(path)
-            or key_hint(word)
-            or did_you_mean(word, _fields(path[:-1]))
-        )
+        known = _fields(path[:-1])
+        advice = key_hint(path) or _stage_hint(path) or did_you_mean(str(path[-1]), known)
         return f"{place}: {key}: no such key{advice}"
     if error["type"] == "missing":
         return f"{place}: {key}: must be given"

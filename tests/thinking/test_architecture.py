@@ -33,7 +33,7 @@ THINKING = (
         "switch",
         "program",
     ),
-    *("config_parts", "config", "old_keys", "config_file", "starter"),
+    *("config_parts", "config", "config_file", "starter"),
 )
 DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "command_results")
 DOING += ("step_report", "trainer", "profile", "reports", "api")

@@ -6,7 +6,7 @@ import pytest
 
 from longshift.config_file import load_config, parse_config
 from longshift.errors import UsageError
-from longshift.old_keys import FORMATS, PACK, REMOVED, RENAMED
+from longshift.other_tools import FORMATS, PACK, REMOVED, RENAMED
 
 GOOD = """\
 model: {preset: tiny-llama}
