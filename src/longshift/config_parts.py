@@ -107,6 +107,7 @@ def some_sources(value: object) -> object:
 PROJECT_VOCAB = 4096
 Decay = Literal["cosine", "linear", "constant"]
 Learn = Literal["assistant", "last", "all"]
+Kind = Literal["text", "messages", "prompt"]  # of documents
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=MOST_SIZE, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
 # Four months; clocks of collectives take no centuries.
@@ -233,10 +234,10 @@ class DocumentFormat:
     completion, two texts or two lists of messages. `fields`: names of the fields of a record that
     hold it. A text may have none: it is the field `text` of a record, or a whole file."""
 
-    kind: Literal["text", "messages", "prompt"] = "text"
+    kind: Kind = "text"
     fields: tuple[str, ...] = ()
     # By kind, what its fields are called in a config.
-    KEYS: ClassVar = {
+    KEYS: ClassVar[Mapping[Kind, tuple[str, ...]]] = {
         "text": ("text",),
         "messages": ("messages",),
         "prompt": ("prompt", "completion"),
