@@ -395,25 +395,17 @@ class DataConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _valid_or_held_out(self) -> "DataConfig":
+    def _consistent(self) -> "DataConfig":
         if self.valid is not None and self.held_out is not None:
             raise ValueError(
                 "name one of valid, documents of their own, and held_out, a share of train's"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _all_weigh_or_none(self) -> "DataConfig":
         weighed = [source.weight is not None for source in self.train]
         if any(weighed) and not (all(weighed) and len(weighed) > 1):
             raise ValueError(
                 "weight is a share of the tokens: every source of several needs one, or none;"
                 " epochs needs no other"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tokenizer_exists(self) -> "DataConfig":
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             raise ValueError(
                 f"tokenizer {self.tokenizer} does not exist; it is a tokenizer.json or a folder"
