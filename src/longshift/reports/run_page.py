@@ -39,7 +39,7 @@ BY_STEP = (  # title, sentence, series of a report, title of its axis, whether i
 TIMES = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 SHARES = ("seconds", "tokens", "documents")
 
-ByStep = Mapping[int, float | None]
+Column = Sequence[float | None]  # a value for each step of a run
 
 
 class _Drawn(NamedTuple):
@@ -51,16 +51,16 @@ class _Drawn(NamedTuple):
     name: str
     kept: np.ndarray
 
-    def series(self, what: str, values: ByStep, colour: int, style: Style = "line") -> Series:
-        """A curve of what there is by step."""
+    def series(self, what: str, column: Column, colour: int, style: Style = "line") -> Series:
+        """A curve of the steps that are drawn."""
         name = ", ".join(filter(None, (self.name, what)))
-        return Series(
-            name,
-            [values.get(self.run.steps[place]) for place in self.kept],
-            colour,
-            self.number,
-            style=style,
-        )
+        y = [column[place] for place in self.kept]
+        return Series(name, y, colour, self.number, style=style)
+
+    def column(self, rows: Sequence[Mapping[str, Any]], key: str) -> Column:
+        """What rows of some steps have under a key."""
+        by_step = {row["step"]: row[key] for row in rows}
+        return [by_step.get(step) for step in self.run.steps]
 
     def along(self, unit_s: float) -> list[list[float]]:
         """Steps, tokens so far and the time so far."""
@@ -145,14 +145,14 @@ def _charts(drawn: Sequence[_Drawn], is_thinned: bool) -> Iterator[str]:
     losses = _series(drawn, "loss", "training" * has_valid)
     for one in drawn:
         if one.run.valid:
-            values = {row["step"]: row["loss"] for row in one.run.valid}
-            losses.append(one.series("validation", values, len(drawn) + one.number, "dash"))
+            column = one.column(one.run.valid, "loss")
+            losses.append(one.series("validation", column, len(drawn) + one.number, "dash"))
     yield chart("Loss", note, losses, "nats a token", wide=True)
     for title, sentence, key, axis, zero in BY_STEP:
         yield chart(title, sentence, _series(drawn, key), axis, zero=zero)
     memory = _series(drawn, "memory_bytes", "process")
     for one in drawn:
-        tensors = dict.fromkeys(one.run.steps, one.run.memory["device"]["total"])
+        tensors = [one.run.memory["device"]["total"]] * len(one.run.steps)
         memory.append(one.series("tensors, as forecast", tensors, len(drawn) + one.number, "dash"))
     yield chart(
         "Memory",
@@ -179,9 +179,7 @@ def _charts(drawn: Sequence[_Drawn], is_thinned: bool) -> Iterator[str]:
 
 def _series(drawn: Sequence[_Drawn], key: str, what: str = "") -> list[Series]:
     """A curve of every run."""
-    return [
-        one.series(what, dict(zip(one.run.steps, one.run.series[key])), one.number) for one in drawn
-    ]
+    return [one.series(what, one.run.series[key], one.number) for one in drawn]
 
 
 def _charts_of_run(drawn: _Drawn) -> Iterator[str]:
@@ -207,8 +205,7 @@ def _charts_of_run(drawn: _Drawn) -> Iterator[str]:
         yield bars(f"Groups of lengths{owner}", note, shares_of(rows), "{:.1%}".format)
     if run.predicted:
         measured, predicted, bands = (
-            {row["step"]: row[key] for row in run.predicted}
-            for key in ("seconds", "predicted_seconds", "band")
+            drawn.column(run.predicted, key) for key in ("seconds", "predicted_seconds", "band")
         )
         forecast = drawn.series("predicted", predicted, 1, "dash")._replace(
             band=drawn.series("", bands, 1).y
