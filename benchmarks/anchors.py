@@ -29,7 +29,6 @@ from block_formulas import FormulaCost, Sizes, Trainer
 from closed_form import Candidates, closed_form
 
 from longshift.cluster.names import cluster
-from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
 from longshift.planner.group_seconds import stalled_s
 from longshift.planner.plan_evaluator import PlanEvaluator
@@ -43,6 +42,7 @@ from longshift.simulate.rates import rates
 from longshift.spec import families
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
+from longshift.step_report import on_cluster
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
 from longshift.switch.options import SwitchOptions

@@ -36,7 +36,7 @@ REFUSED = 7  # exit code
 CONFIG = """
 model: {{preset: tiny-llama}}
 data: {{train: [{{corpus: python}}], max_len: {tokens}, overlong: split}}
-train: {{tokens_per_step: {step}, steps: 2, lr: 1e-3, precision: {precision}, pack_tokens: {tokens}}}
+train: {{tokens_per_step: {step}, steps: 2, lr: 1e-3, precision: {precision}}}
 layout: {layout}
 save: {{dir: {folder}}}
 """

@@ -41,7 +41,6 @@ from worlds import Machine, machine
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
 from longshift.dist.fork import ForkedWorld
-from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
 from longshift.planner.plan_evaluator import PlanEvaluator
 from longshift.planner.search import MAX_TRIALS, search
@@ -51,6 +50,7 @@ from longshift.simulate.clock import Clock, in_visiting_order
 from longshift.spec import families
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
+from longshift.step_report import on_cluster
 from longshift.trainer.trial_ranking import TrialResult, fastest_trial
 from longshift.workload.groups import Edge
 from longshift.workload.length_file import Lengths, read_lengths

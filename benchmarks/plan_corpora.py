@@ -16,12 +16,12 @@ from common import arguments, publish, say
 
 from longshift.cluster.host import core_count
 from longshift.cluster.names import cluster
-from longshift.forecast import on_cluster
 from longshift.layout.layout import format_size
 from longshift.planner.search import search
 from longshift.planner.task import PlanTask
 from longshift.spec import families
 from longshift.spec.model import ModelSpec
+from longshift.step_report import on_cluster
 from longshift.workload.length_file import Lengths, read_lengths
 from longshift.workload.lengths import spans
 

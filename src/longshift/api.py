@@ -188,7 +188,7 @@ def plan(
     `fabric`: what a node's network cards carry together, as in "400G". `lengths`: of
     documents in tokens, or a file of them; those of the config's corpus where not given.
     Raises LongshiftError."""
-    return make_plan(_read(config, overrides), on, fabric, lengths, say, silent).result()
+    return make_plan(_read(config, overrides), on, fabric, lengths, silent).result()
 
 
 def make_plan(
@@ -196,15 +196,13 @@ def make_plan(
     on: str | None,
     fabric: str | None,
     lengths: Sequence[int] | str | Path | None,
-    tell: Say,
     progress: Say,
 ) -> "PlannedTask":
-    """What `plan` returns the result of. `tell`: what a person should know; `progress`: what is
-    being done."""
+    """What `plan` returns the result of. `progress`: is told what is being done."""
     from longshift.trainer.auto_plan import other_ranks, task_of
     from longshift.trainer.auto_plan import plan as search
 
-    cluster = cluster_named(on, fabric) if on else this_machine(core_count(), tell)
+    cluster = cluster_named(on, fabric) if on else this_machine(core_count())
     if isinstance(lengths, str | Path):
         corpus = read_lengths(Path(lengths))
     else:
@@ -212,7 +210,7 @@ def make_plan(
             open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths)
         )
     if on and (note := other_ranks(run, cluster)):
-        tell(note)
+        say(note)
     return search(task_of(run, cluster, corpus, all_devices=on is not None), progress)
 
 
@@ -229,7 +227,7 @@ def calibrate(
     from longshift.trainer.step_measurements import fit_measurements
 
     calibration = fit_measurements(
-        folder, config, cluster_named(on) if on else this_machine(config.world, say), say
+        folder, config, cluster_named(on) if on else this_machine(config.world), say
     )
     save_cluster(calibration.cluster, file)
     return calibration.result(file)
@@ -322,14 +320,14 @@ def with_choices(config: Config, tell: Say) -> Config:
     return make_choices(config, tell)
 
 
-def this_machine(ranks: int, tell: Say) -> Cluster:
+def this_machine(ranks: int) -> Cluster:
     """What is known of this machine: its profile; else it is measured now, quickly."""
     if profile := profile_of_host(ranks) or profile_of_host(1):
         return profile
-    tell("this machine was not measured; longshift profile --quick does now")
+    say("this machine was not measured; longshift profile --quick does now")
     from longshift.profile.run import measure_here
 
-    return measure_here(1, True, False, tell)
+    return measure_here(1, True, False, say)
 
 
 def run_rank(

@@ -267,14 +267,14 @@ def plan(
     from longshift.trainer.auto_plan import write_config, write_trace
 
     trace = None if trace is None else writable(trace)
-    plan = api.make_plan(run, on, fabric, lengths, say, silent if json else say)
+    plan = api.make_plan(run, on, fabric, lengths, silent if json else say)
     best = plan.choice.best
     if trace is not None and best is not None:
         write_trace(best, trace)
     if html is not None:
-        from longshift.reports import plan_page
+        from longshift.reports.plan_page import write_plan
 
-        plan_page.write_html(plan, html)
+        write_plan(plan, html)
     if emit is not None:
         write_config(run, plan, emit)
     print_result(plan.result(), json)
@@ -379,9 +379,8 @@ def profile(
         output: a file for the profile, which commands that plan take as a machine
         html: a file for plots of matmul, attention, copies, links and disk
     """
-    from rich.console import Console
-
     from longshift.cluster import files
+    from longshift.command_results import plain_console
     from longshift.dist.launcher import place, ranks_per_node
     from longshift.profile.report import show as show_profile
     from longshift.profile.run import measure_here
@@ -393,13 +392,13 @@ def profile(
     if output is not None:
         files.save(cluster, output)
     if html is not None:
-        from longshift.reports import profile_page
+        from longshift.reports.plan_page import write_profile
 
-        profile_page.write_html(cluster, html)
+        write_profile(cluster, html)
     if json:
         print(jsonlib.dumps(files.encode(cluster)))
     else:
-        show_profile(cluster, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+        show_profile(cluster, plain_console())
 
 
 app.help_epilogue = "\n".join(

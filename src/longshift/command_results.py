@@ -60,17 +60,20 @@ class CommandResult(BaseModel):
 
 def short_repr(value: Any) -> str:
     """A value as Python writes it, a collection as how much it holds."""
-    if isinstance(value, str):
-        return repr(value)
-    if isinstance(value, Collection):
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Collection) and not isinstance(value, str):
         return f"<{len(value)} items>" if value else "()"
-    return (
-        f"{value:.6g}"
-        if isinstance(value, float)
-        else str(value)
-        if isinstance(value, Path)
-        else repr(value)
-    )
+    return str(value) if isinstance(value, Path) else repr(value)
+
+
+def size_text(size: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
 
 
 def fields_table(title: str, fields: Iterable[tuple[str, Any]]) -> Table:
@@ -102,12 +105,17 @@ def print_result(result: CommandResult, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.to_json()), flush=True)
         return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    console = plain_console()
     for part in result.parts():
         # Text is printed as it stands: no markup, and lines as long as they are.
         console.print(
             Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text)
         )
+
+
+def plain_console() -> Console:
+    """Standard output, for tables."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 class CorpusFacts(CommandResult):

@@ -10,8 +10,6 @@ is imported.
 Paths are taken from the working directory and made absolute, so that the copy of the config in the
 run folder stays true."""
 
-import copy
-import re
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -46,12 +44,13 @@ from longshift.config_parts import (
     Section,
     Size,
     TrainSources,
+    name_or_object,
 )
-from longshift.errors import UsageError, did_you_mean, shown
+from longshift.errors import UsageError
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
-from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
+from longshift.layout.layout import UNITS, Layout, format_size
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import (
     Format,
@@ -66,35 +65,16 @@ from longshift.spec.model import CROSS_ENTROPY, ModelSpec
 from longshift.spec.positions import stretched
 from longshift.spec.rule import OPTIMIZERS, Rule, load_rule
 from longshift.switch.options import SwitchOptions
-from longshift.user_code import is_object, split_object
 from longshift.workload.groups import SLOW_FLOPS, Edge, home_layout, timeout_s
 from longshift.workload.lengths import Overlong
 
 LEAST_LR = 0.1  # of lr, where min_lr is not given
 PositiveRate = Annotated[Rate, Field(gt=0)]
 SmallestRate = Annotated[Number, Field(ge=0)]
-LEAST_BUCKET = 4 * UNITS["K"]  # below, starting a message takes longer than its bytes
-MOST_BUCKETS = 1 << 17  # of a model: a plan lists the moves of each
-OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:name
 
 
-def _name_or_object(*names: str) -> AfterValidator:
-    """Accepts these names, and the import path of an object of the user's own."""
-
-    def check(value: str) -> str:
-        if value not in names and not OBJECT.fullmatch(value):
-            near = did_you_mean(value, names, otherwise="")
-            raise ValueError(
-                f"{shown(value)} is not one of"
-                f" {', '.join(names)}{near or ', nor package.module:name of your own code'}"
-            )
-        return value
-
-    return AfterValidator(check)
-
-
-LossName = Annotated[str, _name_or_object(CROSS_ENTROPY)]
-OptimizerName = Annotated[str, _name_or_object(*OPTIMIZERS)]
+LossName = Annotated[str, name_or_object(CROSS_ENTROPY)]
+OptimizerName = Annotated[str, name_or_object(*OPTIMIZERS)]
 
 
 StageConfig = TypedDict(
@@ -105,7 +85,6 @@ StageConfig = TypedDict(
         "data.train": TrainSources,
         "data.overlong": Overlong,
         "train.tokens_per_step": Size,
-        "train.pack_tokens": Size,
         "layout": Layouts,
         "model.rope": RopeConfig,
         "train.lr": PositiveRate,
@@ -147,13 +126,13 @@ class TrainConfig(Section):
             "a step takes whole documents until it has this many tokens, whatever the layout"
         )
     )
-    pack_tokens: Size | None = Field(
-        None, description="capacity of a pack; data.max_len where it is not given"
-    )
     stages: Stages = Field(
         (), description="parts of the run, in order, whose steps add up to steps"
     )
-    steps: Size = Field(description="optimizer updates of the run")
+    steps: Size = Field(
+        default_factory=lambda data: sum(stage["steps"] for stage in data["stages"]),
+        description="optimizer updates of the run; those of its stages where it is not given",
+    )
     lr: PositiveRate = Field(description="the highest learning rate")
     min_lr: SmallestRate = Field(
         default_factory=lambda data: LEAST_LR * data.get("lr", 0.0),
@@ -220,25 +199,10 @@ class TrainConfig(Section):
         60.0, description="seconds that a local rank may be stopped (SIGSTOP) before the run ends"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _steps_of_stages(cls, values: object) -> object:
-        """With the stages' steps together, where nothing else is said."""
-        stages = values.get("stages") if isinstance(values, dict) else None
-        if (
-            isinstance(values, dict)
-            and isinstance(stages, list | tuple)
-            and stages
-            and "steps" not in values
-        ):
-            try:
-                return values | {"steps": sum(parse_size(stage["steps"]) for stage in stages)}  # pyright: ignore
-            except (KeyError, TypeError, ValueError):  # a stage's own fault is told
-                return values
-        return values
-
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
+        if not self.steps:
+            raise ValueError("steps must be given")
         if self.stages and self.steps != (total := sum(stage["steps"] for stage in self.stages)):
             raise ValueError(
                 f"steps is {self.steps} and the stages have {total} together; leave steps out, or"
@@ -246,11 +210,12 @@ class TrainConfig(Section):
             )
         instead = {"adamw": "adamw has train.betas", "sgd": "sgd has train.momentum"}
         has = instead.get(self.optimizer, f"{self.optimizer} has numbers of its own")
-        if self.optimizer != "sgd" and self.momentum is not None:
-            raise ValueError(f"momentum is of train.optimizer=sgd; {has}: leave momentum out")
-        for name in ("betas", "eps") if self.optimizer != "adamw" else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is of train.optimizer=adamw; {has}: leave {name} out")
+        for name, optimizer in {"momentum": "sgd", "betas": "adamw", "eps": "adamw"}.items():
+            default = type(self).model_fields[name].default
+            if self.optimizer != optimizer and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} is of train.optimizer={optimizer}; {has}: leave {name} out"
+                )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
         if self.warmup > self.steps:
@@ -271,20 +236,7 @@ class TrainConfig(Section):
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-def _check_tracker(value: str) -> str:
-    if is_object(value):
-        split_object(value)
-    elif value not in TRACKER_NAMES:
-        known = ", ".join(TRACKER_NAMES)
-        hint = (
-            did_you_mean(value, TRACKER_NAMES, otherwise="")
-            or "; a class of yours is named as in my_module:MyTracker"
-        )
-        raise ValueError(f"{shown(value)} is not one of {known}{hint}")
-    return value
-
-
-TrackerText = Annotated[str, AfterValidator(_check_tracker)]
+TrackerText = Annotated[str, name_or_object(*TRACKER_NAMES)]
 
 
 class SaveConfig(Section):
@@ -334,10 +286,6 @@ class ValidationConfig(Section):
 class SwitchConfig(Section):
     """How weights move where the layout changes inside a step."""
 
-    bucket: Annotated[Size, Field(ge=LEAST_BUCKET)] = Field(
-        default=32 * UNITS["M"],
-        description="bytes that a rank sends, or receives, at one time, at most",
-    )
     ahead: Count = Field(
         default=256 * UNITS["M"],
         description=(
@@ -347,7 +295,7 @@ class SwitchConfig(Section):
 
     @property
     def options(self) -> SwitchOptions:
-        return SwitchOptions(bucket_bytes=self.bucket, ahead_bytes=self.ahead)
+        return SwitchOptions(ahead_bytes=self.ahead)
 
 
 class StreamConfig(Section):
@@ -433,17 +381,6 @@ class Config(Section):
     wire: WireConfig = WireConfig()
 
     @model_validator(mode="after")
-    def _a_pack_holds_a_document(self) -> "Config":
-        if isinstance(self.layout, Layout) and self.pack_tokens < self.data.max_len:
-            pack = format_size(self.pack_tokens)
-            longest = format_size(self.data.max_len)
-            raise ValueError(
-                f"train.pack_tokens {pack} is less than data.max_len {longest}, and a pack must"
-                f" hold the longest document; write train.pack_tokens={longest} or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _validates_on_something(self) -> "Config":
         if self.validation is not None and self.data.valid is None and self.data.held_out is None:
             raise ValueError(
@@ -454,11 +391,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _groups_hold_all(self) -> "Config":
-        if self.train.pack_tokens is not None and isinstance(self.layout, AutoLayout):
-            raise ValueError(
-                "train.pack_tokens is for a single layout, and layout: auto chooses packs: leave"
-                " pack_tokens out"
-            )
         if isinstance(self.layout, Layout | AutoLayout):
             return self
         longest = format_size(self.data.max_len)
@@ -468,12 +400,6 @@ class Config(Section):
                 f"the last group, {last.use}, ends at {format_size(last.upto)} tokens and"
                 f" data.max_len is {longest}; write its upto: {longest}, or"
                 f" data.max_len={format_size(last.upto)}"
-            )
-        if self.train.pack_tokens is not None:
-            pack = format_size(self.train.pack_tokens)
-            raise ValueError(
-                f"train.pack_tokens is for a single layout; leave it out, or write pack: {pack} in"
-                " a group"
             )
         worlds = {edge.use.world for edge in self.layout}
         if len(worlds) > 1:
@@ -530,17 +456,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _buckets_few(self) -> "Config":
-        least = 4 * self.model.spec.parameters // MOST_BUCKETS
-        if self.switch.bucket < least and not isinstance(self.layout, Layout):
-            raise ValueError(
-                f"switch.bucket of {format_size(self.switch.bucket)} cuts the model's weights into"
-                f" more than {MOST_BUCKETS} pieces; write switch.bucket={-(-least // UNITS['M'])}M,"
-                " or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _stages_fit(self) -> "Config":
         if self.train.stages and isinstance(self.layout, AutoLayout):
             raise ValueError(
@@ -548,15 +463,10 @@ class Config(Section):
                 " plan finds them)"
             )
         for number, part in enumerate(self.parts if self.train.stages else ()):
-            if any(edge.use.chunk == AUTO for edge in part.edges):
-                raise ValueError(
-                    f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a"
-                    " number of tokens"
-                )
             if any(edge.use.open for edge in part.edges):
                 raise ValueError(
-                    f"train.stages.{number}: recompute-auto is chosen for runs without stages;"
-                    " write a layout without it"
+                    f"train.stages.{number}: chunk-auto and recompute-auto are chosen for runs"
+                    " without stages; write the chunk, or the recomputation"
                 )
             if part.world != self.world:
                 raise ValueError(
@@ -584,12 +494,12 @@ class Config(Section):
         the config itself where there are none. Raises ValueError that names the stage."""
         if not self.train.stages:
             return (self,)
-        run = self.model_dump(mode="json")
         parts: list[Config] = []
         end = 0
-        for number, stage in enumerate(run["train"]["stages"]):
+        for number in range(len(self.train.stages)):
+            values = self.model_dump(mode="json")
+            stage = values["train"]["stages"][number]
             end += stage.pop("steps")
-            values = copy.deepcopy(run)
             if "train.lr" in stage:  # a schedule of its own, over its own steps
                 values["train"] |= {"min_lr": LEAST_LR * stage["train.lr"], "warmup": 0}
             for key, value in stage.items():
@@ -642,7 +552,7 @@ class Config(Section):
                 " writes it down"
             )
         return (
-            (Edge(self.data.max_len, self.layout, self.pack_tokens),)
+            (Edge(self.data.max_len, self.layout),)
             if isinstance(self.layout, Layout)
             else self.layout
         )
@@ -664,11 +574,6 @@ class Config(Section):
         given."""
         for edge in self.edges:
             legal.refuse(edge.use, self.edge_faults(edge, world))
-
-    @property
-    def pack_tokens(self) -> int:
-        """Capacity of a single layout's packs in tokens."""
-        return self.train.pack_tokens or self.data.max_len
 
     def timeout_s(self, device: str) -> float:
         """Seconds after which a collective fails, where ranks compute on devices of this type."""

@@ -14,8 +14,7 @@ from longshift.files import read_small
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.old_words import with_current_words
-from longshift.old_keys import hint, translate
-from longshift.other_tools import key_hint
+from longshift.other_tools import key_hint, translate
 from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
@@ -84,10 +83,8 @@ def parse_config(
         faults += _layout_faults(config, places.get(("layout",), name))
         if not faults:
             return config
-    lines = [
-        f"{name}: {len(faults)} fault{'s' * (len(faults) > 1)} in the config",
-        *faults[:MAX_FAULTS],
-    ]
+    lines = [f"{name}: {len(faults)} fault{'s' * (len(faults) > 1)} in the config"]
+    lines += faults[:MAX_FAULTS]
     if len(faults) > MAX_FAULTS:
         lines.append(f"and {len(faults) - MAX_FAULTS} more")
     raise UsageError("\n  ".join(lines))
@@ -137,11 +134,12 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
     """Set a nested key in place; False where the way to it leads through something that is not a
     mapping."""
     for key in keys[:-1]:
-        if isinstance(values, dict) and key in SHORT and isinstance(values.get(key), str):
-            values[key] = {SHORT[key]: values[key]}
-        values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore
-    if not isinstance(values, dict):
-        return False
+        section = values.setdefault(key, {})
+        if key in SHORT and isinstance(section, str):
+            section = values[key] = {SHORT[key]: section}
+        if not isinstance(section, dict):
+            return False
+        values = section
     values[keys[-1]] = value
     return True
 
@@ -187,13 +185,8 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     )
     key = ".".join(str(part)[:80] for part in path) or "config"
     if error["type"] == "extra_forbidden":
-        word = str(path[-1])
-        advice = (
-            hint(path)
-            or _stage_hint(path)
-            or key_hint(word)
-            or did_you_mean(word, _fields(path[:-1]))
-        )
+        known = _fields(path[:-1])
+        advice = key_hint(path) or _stage_hint(path) or did_you_mean(str(path[-1]), known)
         return f"{place}: {key}: no such key{advice}"
     if error["type"] == "missing":
         return f"{place}: {key}: must be given"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from longshift.errors import UsageError
+from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import absolute
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import HomeTiers
@@ -27,7 +27,7 @@ from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import preset, read_spec
 from longshift.spec.model import ModelSpec
 from longshift.spec.positions import Stretch
-from longshift.user_code import split_object
+from longshift.user_code import is_object, split_object
 from longshift.workload.groups import Edge, parse_edges
 from longshift.workload.lengths import Overlong
 
@@ -68,9 +68,22 @@ def _absolute(value: object) -> object:
     return absolute(value) if isinstance(value, str) and value else value
 
 
-def _object_text(value: str) -> str:
-    split_object(value)
-    return value
+def name_or_object(*names: str) -> AfterValidator:
+    """Accepts these names, and the import path of an object of the user's own (`user_code`)."""
+
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        if names and not is_object(value):
+            near = did_you_mean(value, names, otherwise="")
+            raise ValueError(
+                f"{shown(value)} is not one of"
+                f" {', '.join(names)}{near or ', nor package.module:name of your own code'}"
+            )
+        split_object(value)
+        return value
+
+    return AfterValidator(check)
 
 
 def _number(value: object) -> object:
@@ -94,6 +107,7 @@ def some_sources(value: object) -> object:
 PROJECT_VOCAB = 4096
 Decay = Literal["cosine", "linear", "constant"]
 Learn = Literal["assistant", "last", "all"]
+Kind = Literal["text", "messages", "prompt"]  # of documents
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=MOST_SIZE, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
 # Four months; clocks of collectives take no centuries.
@@ -101,7 +115,7 @@ Seconds = Annotated[Number, Field(gt=0, le=1e7)]
 Rate = Annotated[Number, Field(le=1e6)]  # a step by more leaves fp32
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_SIZE, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
-ObjectText = Annotated[str, AfterValidator(_object_text)]  # see `user_code`
+ObjectText = Annotated[str, name_or_object()]
 HomeAt = Annotated[HomeTiers, PlainValidator(_parse_home), PlainSerializer(HomeTiers.to_json)]
 Layouts = Annotated[
     Layout | tuple[Edge, ...] | AutoLayout,
@@ -220,8 +234,14 @@ class DocumentFormat:
     completion, two texts or two lists of messages. `fields`: names of the fields of a record that
     hold it. A text may have none: it is the field `text` of a record, or a whole file."""
 
-    kind: Literal["text", "messages", "prompt"] = "text"
+    kind: Kind = "text"
     fields: tuple[str, ...] = ()
+    # By kind, what its fields are called in a config.
+    KEYS: ClassVar[Mapping[Kind, tuple[str, ...]]] = {
+        "text": ("text",),
+        "messages": ("messages",),
+        "prompt": ("prompt", "completion"),
+    }
 
     @classmethod
     def parse(cls, value: object) -> "DocumentFormat":
@@ -230,32 +250,20 @@ class DocumentFormat:
             return value
         if value == "text":
             return cls()
-        if value == "messages":
-            return cls("messages", ("messages",))
-        fields: Mapping = {}
-        if isinstance(value, Mapping) and all(
-            name and isinstance(name, str) for name in value.values()
+        fields = {"messages": "messages"} if value == "messages" else value
+        if isinstance(fields, Mapping) and all(
+            name and isinstance(name, str) for name in fields.values()
         ):
-            fields = value
-        if fields.keys() == {"text"}:
-            return cls("text", (fields["text"],))
-        if fields.keys() == {"messages"}:
-            return cls("messages", (fields["messages"],))
-        if fields.keys() == {"prompt", "completion"}:
-            return cls("prompt", (fields["prompt"], fields["completion"]))
-        if fields.keys() in ({"prompt"}, {"completion"}):
-            raise ValueError(
-                "prompt and completion belong together, as in {prompt: question, completion:"
-                " answer}"
-            )
+            for kind, keys in cls.KEYS.items():
+                if fields.keys() == set(keys):
+                    return cls(kind, tuple(fields[key] for key in keys))
         raise ValueError(
             "text or messages, or names of fields: {text: body}, {messages: chat} or {prompt:"
             " question, completion: answer}"
         )
 
     def to_json(self) -> str | dict[str, str]:
-        keys = (self.kind, "completion") if self.kind == "prompt" else (self.kind,)
-        return dict(zip(keys, self.fields)) if self.fields else self.kind
+        return dict(zip(self.KEYS[self.kind], self.fields)) if self.fields else self.kind
 
     @property
     def is_masked(self) -> bool:
@@ -387,25 +395,17 @@ class DataConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _valid_or_held_out(self) -> "DataConfig":
+    def _consistent(self) -> "DataConfig":
         if self.valid is not None and self.held_out is not None:
             raise ValueError(
                 "name one of valid, documents of their own, and held_out, a share of train's"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _all_weigh_or_none(self) -> "DataConfig":
         weighed = [source.weight is not None for source in self.train]
         if any(weighed) and not (all(weighed) and len(weighed) > 1):
             raise ValueError(
                 "weight is a share of the tokens: every source of several needs one, or none;"
                 " epochs needs no other"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tokenizer_exists(self) -> "DataConfig":
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             raise ValueError(
                 f"tokenizer {self.tokenizer} does not exist; it is a tokenizer.json or a folder"

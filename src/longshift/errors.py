@@ -4,6 +4,8 @@ these: the message says what, where, why, and the line that mends it."""
 import difflib
 from collections.abc import Iterable
 
+MAX_SHOWN = 120  # letters of a value in a message
+
 
 class LongshiftError(Exception):
     """Base class; `exit_code` is what the command line returns."""
@@ -57,36 +59,26 @@ def printable(text: str) -> str:
     )
 
 
-def nearest(
-    word: str, vocabulary: Iterable[str], limit: int = 1, least_alike: float = 0.6
-) -> list[str]:
-    """The words of a vocabulary that are most like one that is not in it, the best first; none
-    where all differ too much."""
-    return difflib.get_close_matches(word, list(vocabulary), limit, least_alike)
+def nearest(word: str, vocabulary: Iterable[str], least_alike: float = 0.6) -> list[str]:
+    """The word of a vocabulary that is most like one that is not in it; none where all differ too
+    much."""
+    return difflib.get_close_matches(word, list(vocabulary), 1, least_alike)
 
 
-def did_you_mean(
-    word: str,
-    vocabulary: Iterable[str],
-    limit: int = 1,
-    least_alike: float = 0.6,
-    otherwise: str = "known",
-) -> str:
-    """The end of a sentence about a word that is not in a vocabulary: the nearest ones; where none
+def did_you_mean(word: str, vocabulary: Iterable[str], otherwise: str = "known") -> str:
+    """The end of a sentence about a word that is not in a vocabulary: the nearest one; where none
     is near, all of them after `otherwise`, or nothing where that is empty."""
     vocabulary = list(vocabulary)
-    if close := nearest(word, vocabulary, limit, least_alike):
-        return f"; did you mean {' or '.join(map(repr, close))}?"
+    if close := nearest(word, vocabulary):
+        return f"; did you mean {close[0]!r}?"
     return f"; {otherwise}: {', '.join(vocabulary)}" if otherwise else ""
 
 
-def shown(value: object, max_length: int = 120) -> str:
+def shown(value: object) -> str:
     """A value as it is told in a message: its repr, whose middle is left out where it is long."""
-    if isinstance(value, int) and abs(value) >= 10**max_length:
-        return f"a number of more than {max_length} digits"
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
+        return f"a number of more than {MAX_SHOWN} digits"
     text = repr(value)
-    return (
-        text
-        if len(text) <= max_length
-        else f"{text[: max_length // 2]} ... {text[-max_length // 4 :]}"
-    )
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 4 :]}"

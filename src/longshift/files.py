@@ -1,23 +1,41 @@
-"""Files that are on the disk when we say so, folders that appear whole or not at all, and what it
-means that a disk refuses."""
+"""Files that are on the disk when we say so, folders that appear whole or not at all, what it means
+that a disk refuses, and work that waits for files while a step computes.
+
+Temporary folders do not outlive their process for long: what a killed one has left, the next that
+makes such a folder removes. The process that made a folder holds a lock on a file in it, and so do
+processes that it forked: a process id may be used again, a lock is gone with its process. The file
+names the machine: another that shares the file system may not see the lock, and leaves the folder
+alone.
+"""
 
 import errno
+import fcntl
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
-from longshift.temporary import held_folder
+
+T = TypeVar("T")
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Errors that no program makes alone.
 OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
+# Of temporary folders: how their names begin, the file that is locked, and after how many seconds
+# one without that file is nobody's.
+PREFIX = "longshift-"
+OWNER = ".owner"
+EMPTY_S = 3600.0
 
 
 def refused(fault: OSError, name: str = "") -> LongshiftError:
@@ -47,6 +65,56 @@ def written(name: str) -> Iterator[None]:
         yield
     except OSError as fault:
         raise refused(fault, name) from None
+
+
+@contextmanager
+def held_folder(parent: Path, prefix: str = PREFIX, suffix: str = "") -> Iterator[Path]:
+    """A new folder in `parent`, for this user only, which is removed at the end; those of such
+    names that nobody holds are removed first. Raises OSError."""
+    sweep(parent, prefix, suffix)
+    with tempfile.TemporaryDirectory(suffix, prefix, parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with (folder / f"{OWNER}-new").open("w") as owner:
+            _lock(owner.fileno())
+            owner.write(os.uname().nodename)
+            owner.flush()
+            os.rename(owner.name, folder / OWNER)  # under this name it is locked, or nobody's
+            yield folder
+
+
+def sweep(parent: Path, prefix: str = PREFIX, suffix: str = "") -> None:
+    """Remove folders of this user in `parent` whose process is gone."""
+    with suppress(OSError):
+        for folder in list(parent.iterdir()):
+            if folder.name.startswith(prefix) and folder.name.endswith(suffix):
+                with suppress(OSError):
+                    # Not `stat`: a link may lead to a folder of somebody else.
+                    status = folder.lstat()
+                    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+                    if is_own and _is_abandoned(folder, status.st_mtime):
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path, changed_s: float) -> bool:
+    """Whether nobody on this machine, which made a folder, holds its lock, or it has been empty
+    since long ago. Raises OSError for what is not ours to judge."""
+    # A process that makes a folder has no lock on it for a moment.
+    if {path.name for path in folder.iterdir()} <= {f"{OWNER}-new"}:
+        return time.time() - changed_s > EMPTY_S
+    file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.read(file, 1024) == os.uname().nodename.encode() and _lock(file)
+    finally:
+        os.close(file)
+
+
+def _lock(file: int) -> bool:
+    """Take the lock on a file. Whether it was free."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -155,3 +223,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Begin a piece of work in a thread of its own, which ends with it and never keeps the process
+    alive. What the work raises is raised by `result`."""
+    future = Future[T]()
+
+    def fulfil() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as fault:  # raised where the result is asked for
+            future.set_exception(fault)
+
+    Thread(target=fulfil, name="longshift-background", daemon=True).start()
+    return future

@@ -1,11 +1,19 @@
-"""Words of other trainers and of before, and what does the same here, for hints where a config, a
-layout or a model has an unknown word.
+"""Words of other trainers and of earlier versions, and what does the same here, for hints where a
+config, a layout or a model has an unknown word; and how the config of an older run reads today.
 
 The trainers are transformers' Trainer and TRL, PyTorch FSDP, DeepSpeed, Megatron-LM, torchtitan,
-Axolotl and LLaMA-Factory."""
+Axolotl and LLaMA-Factory.
+
+run/config.yaml        train: {frozen: 45.0, crowded: false}
+of an older version    switch: {planner: algorithm1, ahead: 256M}
+as it is read          train: {stall_timeout: 45.0}
+                       switch: {ahead: 256M}
+what is said           switch.planner was 'algorithm1' in the run: fan_out always plans
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 _BATCH = (
     "train.tokens_per_step: a step takes documents until it has so many tokens, in as many"
@@ -137,10 +145,88 @@ FAMILIES = _by_word(
 )
 
 
-def key_hint(word: str) -> str:
-    """The end of a sentence about an unknown key of a config that other trainers have; empty where
-    they have not."""
-    return _hint(KEYS.get(word, ""))
+# Keys of a config that earlier versions had.
+RENAMED = {"train.frozen": "train.stall_timeout"}
+
+
+class RemovedKey(NamedTuple):
+    """`defaults`: values with which a run does today what it did, the first one where the key is
+    absent; `instead`: what does it now, or why nothing has to."""
+
+    defaults: tuple[Any, ...]
+    instead: str
+
+
+REMOVED = {
+    "train.crowded": RemovedKey(
+        (False,), "it is a flag of the command line now: longshift train CONFIG --crowded"
+    ),
+    "data.valid.epochs": RemovedKey((None,), "what is validated on is read once: leave it out"),
+    "data.valid.weight": RemovedKey((None,), "what is validated on is read once: leave it out"),
+    "home.early": RemovedKey(
+        (True,),
+        "units on disk are updated before the norm wherever memory and disk have room: leave"
+        " it out",
+    ),
+    "save.background": RemovedKey(
+        (False, True),
+        "checkpoints are written while training goes on wherever memory has room: leave it out",
+    ),
+    "stream.ahead": RemovedKey(
+        (1,), "an object is always fetched one operation ahead: leave it out"
+    ),
+    "stream.checked": RemovedKey(
+        (False,),
+        "longshift check compares what comes back from disk, and a run does not: leave it out",
+    ),
+    "switch.bucket": RemovedKey(
+        (32 << 20,), "a rank always sends, or receives, at most 32 MiB at one time: leave it out"
+    ),
+    "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),
+    "window": RemovedKey(
+        ({"gather": None, "reduce": None},),
+        "as many bytes as the largest block's are always under way: leave it out",
+    ),
+}
+STAGE = {
+    "max_len": "data.max_len",
+    "data": "data.train",
+    "overlong": "data.overlong",
+    "tokens_per_step": "train.tokens_per_step",
+    "pack_tokens": "train.pack_tokens",
+    "rope": "model.rope",
+    "lr": "train.lr",
+    "min_lr": "train.min_lr",
+    "warmup": "train.warmup",
+    "schedule": "train.schedule",
+}
+SOURCES = "data.train", "data.valid"
+FORMATS = {  # keys that a source had, which named fields, and its format now
+    "text": "text: body",
+    "messages": "messages: chat",
+    "prompt": "prompt: question, completion: answer",
+    "completion": "prompt: question, completion: answer",
+}
+PACK = "it is pack of a group now, as in layout: [{upto: 4K, use: dp2, pack: 16K}]"
+# Of each key that was, what it is now. Numbers of stages and of sources are left out.
+SUCCESSORS = {
+    **{key: f"it is {new_key} now" for key, new_key in RENAMED.items()},
+    **{key: removed.instead for key, removed in REMOVED.items()},
+    **{f"train.stages.{key}": f"it is {new_key} now" for key, new_key in STAGE.items()},
+    **{f"{above}pack_tokens": PACK for above in ("train.", "train.stages.", "train.stages.train.")},
+    **{
+        f"{source}.{key}": f"it is format now, as in format: {{{fields}}}"
+        for source in (*SOURCES, "train.stages.data", "train.stages.data.train")
+        for key, fields in FORMATS.items()
+    },
+}
+
+
+def key_hint(path: Sequence[str | int]) -> str:
+    """The end of a sentence about an unknown key of a config that an earlier version had, or other
+    trainers have; empty where none has it."""
+    successor = SUCCESSORS.get(".".join(name for name in path if isinstance(name, str)))
+    return f"; {successor}" if successor else _hint(KEYS.get(str(path[-1]), ""))
 
 
 def layout_hint(letters: str) -> str:
@@ -172,3 +258,72 @@ def preset_hint(name: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower())
     families = [family for family in FAMILIES if plain == family or plain.startswith(f"{family}_")]
     return family_hint(max(families, key=len)) if families else ""
+
+
+def translate(values: dict[str, Any]) -> Iterator[str]:
+    """Give the config of an older run today's keys, in place. Yields a sentence for each setting
+    that is no more."""
+    # 1. Keys of the run.
+    for key, new_key in RENAMED.items():
+        *path, name = key.split(".")
+        for section in _mappings(values, path):
+            if name in section:
+                section[new_key.rpartition(".")[2]] = section.pop(name)
+    for key, removed in REMOVED.items():
+        *path, name = key.split(".")
+        for section in _mappings(values, path):
+            value = section.pop(name, removed.defaults[0])
+            if value not in removed.defaults:
+                yield f"{key} was {value!r} in the run: {removed.instead}"
+
+    # 2. A stage had keys of its own, and is a list of overrides now.
+    for stage in _mappings(values, ["train", "stages"]):
+        overrides = {
+            STAGE.get(key, key): value for key, value in stage.items() if value is not None
+        }
+        stage.clear()
+        stage.update(overrides)
+
+    # 3. A single layout had its packs in another section, and has them as the only group now.
+    for train in _mappings(values, ["train"]):
+        data = next(_mappings(values, ["data"]), {})
+        run = {
+            "layout": values.get("layout"),
+            "data.max_len": data.get("max_len"),
+            "train.pack_tokens": train.pop("pack_tokens", None),
+        }
+        for stage in _mappings(train, ["stages"]):
+            part = run | stage
+            stage.pop("train.pack_tokens", None)
+            stage.update(_group_of_packs(part))
+        values.update(_group_of_packs(run))
+
+    # 4. A source named fields by keys of its own, and has a format now.
+    for path in (*(path.split(".") for path in SOURCES), ["train", "stages", "data.train"]):
+        for source in _mappings(values, path):
+            fields = {name: source.pop(name, None) for name in FORMATS}
+            fields = {name: field for name, field in fields.items() if field is not None}
+            if fields:
+                source["format"] = fields
+
+
+def _group_of_packs(part: dict[str, Any]) -> dict[str, Any]:
+    """The `layout` of a part of a run whose single layout has packs of a size of their own; empty
+    for others."""
+    layout = part["layout"]
+    pack = part["train.pack_tokens"]
+    if pack is None or not isinstance(layout, str) or layout == "auto":
+        return {}
+    return {"layout": [{"upto": part["data.max_len"], "use": layout, "pack": pack}]}
+
+
+def _mappings(value: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The mapping under a path of keys; each of a list of them."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _mappings(item, path)
+    elif isinstance(value, dict):
+        if path:
+            yield from _mappings(value.get(path[0]), path[1:])
+        else:
+            yield value

@@ -1,27 +1,32 @@
 """What a run will do in a step, from the same placements and plans that do it: for each layout what
 is inserted, what is pruned because another layout has done it already, in which order layouts are
-visited, and what switches put on the links.
+visited, what switches put on the links, and what a step takes on the clock.
 
 HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune
 what another graph does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
 
 from longshift.cluster.cluster import Cluster
-from longshift.command_results import CommandResult
+from longshift.command_results import CommandResult, size_text
 from longshift.config import Config
 from longshift.layout.axes import AXES
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
-from longshift.spec.formats import EIGHT_BITS, Format
+from longshift.simulate.clock import Clock, StepTime, in_visiting_order
+from longshift.simulate.cost import Cost, habits
+from longshift.simulate.rates import rates
+from longshift.spec.formats import EIGHT_BITS, Format, arithmetic
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
 from longshift.switch.traffic import Traffic, traffic
 from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
 from longshift.weigh.recorder import Transport
+from longshift.workload.groups import parse_edges
 
 INSERTED = {  # by communicator, what a layout adds to a model
     **{axis.name: axis.traffic for axis in AXES},
@@ -122,13 +127,13 @@ class Explanation(CommandResult):
         for name, collective in INSERTED.items():
             if size := group.sent.get(name):
                 yield (
-                    f"   inserted   {collective}: {_size(size)} out of rank {group.need.rank} for a"
-                    " pack"
+                    f"   inserted   {collective}: {size_text(size)} out of rank"
+                    f" {group.need.rank} for a pack"
                 )
         if "put" in group.moved:
             yield (
-                f"   tiers      {_size(group.moved['put'])} out and"
-                f" {_size(group.moved['fetched'])} in, for a pack"
+                f"   tiers      {size_text(group.moved['put'])} out and"
+                f" {size_text(group.moved['fetched'])} in, for a pack"
             )
         yield f"   gradients  {group.gradients}"
         yield from _traffic_lines(group.gradients_traffic, self.links)
@@ -141,40 +146,33 @@ def _need_lines(need: Need) -> Iterator[str]:
     """A rank's need of memory: the peak of each place, the operation it is reached in, what is
     alive then."""
     for place, peak in sorted(need.estimate.peaks.items()):
-        alive = ", ".join(f"{name} {_size(size)}" for name, size in peak.alive[:MAX_NAMES])
+        alive = ", ".join(f"{name} {size_text(size)}" for name, size in peak.alive[:MAX_NAMES])
         name = "memory" if place == "device" else place
         yield (
-            f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {alive}"
+            f"   {name:<10} rank {need.rank} needs most: {size_text(peak.total)}, in {peak.op}:"
+            f" {alive}"
         )
-
-
-def itinerary(
-    config: Config, per_node: int | None = None, cluster: Cluster | None = None
-) -> Itinerary:
-    """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`:
-    whose links it crosses, assumed ones where not given."""
-    formats = config.formats
-    # One machine where nothing is said.
-    per_node = per_node or config.world
-    links = links_of(cluster, per_node, -(-config.world // per_node))
-    return Itinerary(
-        config.spec,
-        config.edges,
-        links,
-        formats.compute_bytes,
-        formats.home_bytes,
-        config.switch.options,
-    )
 
 
 def shape_of(
     config: Config, per_node: int | None = None, cluster: Cluster | None = None
 ) -> StepShape:
-    """The shape of a run's steps."""
-    return StepShape(
-        itinerary(config, per_node, cluster),
+    """The shape of a run's steps. `per_node`: ranks on each machine, all where not given;
+    `cluster`: whose links switches cross, assumed ones where not given."""
+    formats = config.formats
+    per_node = per_node or config.world
+    itinerary = Itinerary(
+        config.spec,
         config.edges,
-        config.formats,
+        links_of(cluster, per_node, -(-config.world // per_node)),
+        formats.compute_bytes,
+        formats.home_bytes,
+        config.switch.options,
+    )
+    return StepShape(
+        itinerary,
+        config.edges,
+        formats,
         config.train.tokens_per_step,
         config.data.max_len,
         home_in=config.home.at,
@@ -185,7 +183,7 @@ def explain(
     config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True
 ) -> Explanation:
     """Explain what one training step of `config` does, on machines with `per_node` ranks and the
-    links of `cluster`, as `itinerary` takes them; on GPUs or, where not `gpus`, on CPUs. Seconds of
+    links of `cluster`, as `shape_of` takes them; on GPUs or, where not `gpus`, on CPUs. Seconds of
     a switch are said where links are known."""
     shape = shape_of(config, per_node, cluster)
     itinerary = shape.itinerary
@@ -291,7 +289,8 @@ def _weights(
         int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights
     ):
         pruned = [
-            f"{_size(present_bytes)} of all ranks' wanted weights are where they are wanted already"
+            f"{size_text(present_bytes)} of all ranks' wanted weights are where they are wanted"
+            " already"
         ]
     exchanges = f"{plan.exchanges} exchange{'s' * (plan.exchanges > 1)}"
     return (
@@ -350,15 +349,37 @@ def _traffic_lines(switch: Traffic | None, links: Links) -> Iterator[str]:
             else ""
         )
         yield (
-            f"              {_size(switch.intra_node_bytes)} inside nodes,"
-            f" {_size(switch.inter_node_bytes)} between them{seconds}"
+            f"              {size_text(switch.intra_node_bytes)} inside nodes,"
+            f" {size_text(switch.inter_node_bytes)} between them{seconds}"
         )
 
 
-def _size(size: float) -> str:
-    """Bytes in words."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
+def on_cluster(cluster: Cluster, world: int, precision: str = "bf16") -> Cluster:
+    """The cluster as so many ranks reach it in a run of this precision: with as many nodes as they
+    need, and by its calibration where there is one. CPU ranks share the machine that was
+    measured."""
+    cluster = cluster.calibrated.with_arithmetic(arithmetic(precision))
+    if cluster.device.kind == "cpu":
+        return cluster.shared(-(-world // cluster.nodes))
+    per_node = min(world, cluster.devices_per_node)
+    return replace(cluster, nodes=-(-world // per_node), devices_per_node=per_node)
+
+
+class RunForecast:
+    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed."""
+
+    def __init__(self, config: Config, cluster: Cluster):
+        cluster = on_cluster(cluster, config.world, config.train.precision)
+        self.shape = shape_of(config, cluster.devices_per_node, cluster)
+        habit = habits(config.train.compile, config.train.precision, cluster.device)
+        cost = Cost(config.spec, rates(cluster, config.train.precision), habit)
+        self.clock = Clock(self.shape, cluster, cost, config.train.precision)
+
+    def step(self, lengths: Sequence[int]) -> StepTime:
+        """A step of documents of these lengths."""
+        return self.clock.step(in_visiting_order(self.shape, lengths))
+
+
+def layout_text(layout: Any) -> str:
+    """A layout in the config's form, in one line: `dp2 <= 8K in 32K > tp2 <= 64K`."""
+    return layout if isinstance(layout, str) else " > ".join(map(str, parse_edges(layout)))

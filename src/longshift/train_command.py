@@ -103,7 +103,8 @@ class TrainCommand:
             header.run(run, chosen.plan, folder, resume)
 
             # 3. Train.
-            words = _worker_words(folder, self.json, trace)
+            words = ["worker", str(folder.path), *["--json"] * self.json]
+            words += ["--trace", str(trace)] if trace else []
             if devices is not None:
                 self._train_on_ray(chosen, folder, resume, words, devices)
             elif self.world is None and run.world > 1:
@@ -144,7 +145,7 @@ class TrainCommand:
 
         planned, plan = resolve_layout(
             run,
-            lambda ranks: api.this_machine(ranks, say),
+            api.this_machine,
             lambda: Lengths.from_array(api.open_tokens(run).lengths),
             say,
         )
@@ -289,16 +290,6 @@ def _work(words: Sequence[str], main: Callable[[], None]) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv[1:] = words
     main()
-
-
-def _worker_words(folder: RunFolder, json: bool, trace: Path | None) -> list[str]:
-    """The command of a rank, which may be told to resume."""
-    return [
-        "worker",
-        str(folder.path),
-        *["--json"] * json,
-        *(["--trace", str(trace)] if trace else []),
-    ]
 
 
 def _run_rank(

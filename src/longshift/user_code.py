@@ -8,8 +8,7 @@ output is the command's. Needs no torch.
 import importlib
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +51,7 @@ def load_object(text: str, key: str) -> Any:
     Raises UsageError where the text is another, the module is not found or cannot be imported, or
     has no such name."""
     module_name, name = _split(text, key)
-    module = _import(module_name, text, key)
+    module = _import(module_name, f"{key}: {text}")
     if not hasattr(module, name):
         known = [word for word in vars(module) if not word.startswith("_")]
         raise UsageError(
@@ -66,7 +65,7 @@ def source_digest(text: str, key: str) -> tuple[Path, str]:
     """The source file of the module that a text names, and its SHA-256. Does not import the module.
     Raises UsageError as `load_object` does, and for a module without a source file."""
     module_name, _ = _split(text, key)
-    path = _find(module_name, text, key)
+    path = _find(module_name, f"{key}: {text}")
     if path is None:
         raise UsageError(
             f"{key}: {text}: {module_name} has no source file, and tokens are kept under its"
@@ -80,11 +79,9 @@ def imported_digest(text: str) -> str | None:
     return getattr(sys.modules[split_object(text)[0]], _DIGEST, None)
 
 
-@contextmanager
-def printing_aside() -> Iterator[None]:
-    """Send what is printed inside to standard error."""
-    with redirect_stdout(sys.stderr):
-        yield
+def printing_aside() -> AbstractContextManager[object]:
+    """Sends what is printed inside to standard error."""
+    return redirect_stdout(sys.stderr)
 
 
 def describe_error(fault: BaseException, module_name: str) -> str:
@@ -110,9 +107,9 @@ def _split(text: str, key: str) -> tuple[str, str]:
         raise UsageError(f"{key}: {fault}") from None
 
 
-def _find(module_name: str, text: str, key: str) -> Path | None:
-    """The source file of a module, None where it has none. Raises UsageError where there is no such
-    module."""
+def _find(module_name: str, where: str) -> Path | None:
+    """The source file of a module, None where it has none. Raises UsageError, which begins with
+    `where`, for one that is not there."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         # As `python -m` does; it stays, for what the module imports later.
@@ -124,34 +121,32 @@ def _find(module_name: str, text: str, key: str) -> Path | None:
             spec = find_spec(module_name)  # imports the packages above it
     except ModuleNotFoundError as fault:
         if fault.name is None or not f"{module_name}.".startswith(f"{fault.name}."):
-            raise _import_error(fault, module_name, text, key) from fault
+            raise _import_error(fault, module_name, where) from fault
         spec = None
     except (Exception, SystemExit) as fault:
-        raise _import_error(fault, module_name, text, key) from fault
+        raise _import_error(fault, module_name, where) from fault
     if spec is None:
         file = module_name.partition(".")[0]
         raise UsageError(
-            f"{key}: {text}: there is no module {module_name} in {folder}, where longshift was"
+            f"{where}: there is no module {module_name} in {folder}, where longshift was"
             " started, nor among installed packages; start longshift in the folder that holds"
             f" {file}, or install its package"
         )
     return Path(spec.origin) if spec.has_location and spec.origin else None
 
 
-def _import(module_name: str, text: str, key: str) -> ModuleType:
-    path = _find(module_name, text, key)
+def _import(module_name: str, where: str) -> ModuleType:
+    path = _find(module_name, where)
     digest = sha256(path.read_bytes()).hexdigest() if path else None
     try:
         with printing_aside():
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as fault:
-        raise _import_error(fault, module_name, text, key) from fault
+        raise _import_error(fault, module_name, where) from fault
     vars(module).setdefault(_DIGEST, digest)
     return module
 
 
-def _import_error(fault: BaseException, module_name: str, text: str, key: str) -> UsageError:
-    return UsageError(
-        f"{key}: {text}: {module_name} raised while it was imported:"
-        f" {describe_error(fault, module_name)}"
-    )
+def _import_error(fault: BaseException, module_name: str, where: str) -> UsageError:
+    error = describe_error(fault, module_name)
+    return UsageError(f"{where}: {module_name} raised while it was imported: {error}")

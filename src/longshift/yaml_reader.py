@@ -6,12 +6,12 @@ The parser's events are read, not its nodes: values are made by recursion, which
 ends."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from yaml.events import (
-    AliasEvent,
     CollectionEndEvent,
     DocumentStartEvent,
     Event,
@@ -89,15 +89,13 @@ class _Reader:
         self.line = 1
         self.lines: dict[tuple, int] = {(): 1}
         self.twice: list[tuple[tuple, int]] = []
-        self._events = yaml.parse(text, yaml.SafeLoader)
-        self._num_values = 0
+        self._events = self._read(text)
 
     def document(self) -> object:
         """The value of the only document. Raises UsageError where there are more."""
         value = None
         has_document = False
         for event in self._events:
-            self.line = event.start_mark.line + 1
             if isinstance(event, DocumentStartEvent):
                 if has_document:
                     raise self._fault("a second document (---); a config is one")
@@ -110,63 +108,58 @@ class _Reader:
         """An error that names the line."""
         return UsageError(f"{self.name}:{self.line}: {reason}")
 
-    def _next(self) -> Event:
-        """The next event, whose line faults name."""
-        event = next(self._events)
-        self.line = event.start_mark.line + 1
-        return event
-
     def _value(self, event: Event, path: tuple) -> object:
         """The value that begins with an event."""
-        self._check_plain(event)
         self.lines.setdefault(path, self.line)
         if isinstance(event, ScalarEvent):
-            text = self._text(event)
-            return self._scalar(text) if event.implicit[0] else text
+            return self._scalar(event.value) if event.implicit[0] else event.value
         if len(path) == MAX_DEPTH:
             raise self._fault(f"more than {MAX_DEPTH} lists and mappings inside each other")
         if isinstance(event, MappingStartEvent):
             return self._mapping(path)
         values = list[object]()
-        while not isinstance(event := self._next(), CollectionEndEvent):
+        while not isinstance(event := next(self._events), CollectionEndEvent):
             values.append(self._value(event, (*path, len(values))))
         return values
 
     def _mapping(self, path: tuple) -> dict[str, object]:
         """A mapping, whose start was read."""
         values = dict[str, object]()
-        while not isinstance(event := self._next(), CollectionEndEvent):
-            self._check_plain(event)
+        while not isinstance(event := next(self._events), CollectionEndEvent):
             if not isinstance(event, ScalarEvent):
                 raise self._fault("a list or a mapping stands where a key is needed")
-            key = self._text(event)
-            key_path = (*path, key)
+            key_path = (*path, event.value)
             if key_path in self.lines:
                 self.twice.append((key_path, self.line))
             self.lines[key_path] = self.line
-            values[key] = self._value(self._next(), key_path)
+            values[event.value] = self._value(next(self._events), key_path)
         return values
 
-    def _check_plain(self, event: Event) -> None:
-        """Raises UsageError for what is no plain key or value, or one too many."""
+    def _read(self, text: str) -> Iterator[Event]:
+        """The events of a text. Raises UsageError for what is no plain key or value, and for one
+        too many."""
+        num_values = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            self.line = event.start_mark.line + 1
+            if isinstance(event, NodeEvent):
+                num_values += 1
+                self._check_plain(event, num_values)
+            yield event
+
+    def _check_plain(self, event: NodeEvent, num_values: int) -> None:
         # Aliases can make a text of a hundred bytes a value of gigabytes.
-        anchor = getattr(event, "anchor", None)
-        tag = getattr(event, "tag", None)
-        if isinstance(event, AliasEvent) or anchor is not None:
+        if event.anchor is not None:
             raise self._fault(
-                f"{anchor!r} is an anchor or an alias (& or *), which is not read here: write the"
-                " value out"
+                f"{event.anchor!r} is an anchor or an alias (& or *), which is not read here: write"
+                " the value out"
             )
+        tag = getattr(event, "tag", None)
         if tag is not None:
             raise self._fault(f"{tag!r} is a tag (!), which is not read here: leave it out")
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
+        if num_values > MAX_VALUES:
             raise self._fault(f"more than {MAX_VALUES} keys and values; is this the right file?")
-
-    def _text(self, event: ScalarEvent) -> str:
-        if reason := not_text(event.value):
+        if isinstance(event, ScalarEvent) and (reason := not_text(event.value)):
             raise self._fault(f"{event.value[:80]!r} holds {reason}")
-        return event.value
 
     def _scalar(self, text: str) -> object:
         """As YAML 1.1 has it, of decimal numbers, truth and null."""

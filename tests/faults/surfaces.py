@@ -82,7 +82,6 @@ def overrides(random_: random.Random, place: Path) -> None:
         "train.stages",
         "layout",
         "save.dir",
-        "switch.bucket",
         "stream.folder",
         "switch.ahead",
         "validation",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longshift import temporary
+from longshift import files
 from longshift.files import publish, temporary_folder
 
 HOLDS = """
@@ -52,7 +52,7 @@ def test_a_folder_of_a_killed_process_goes_and_that_of_a_living_one_stays(place:
     finally:
         alive.kill()
         alive.wait()
-    temporary.sweep(place)
+    files.sweep(place)
     assert not list(place.iterdir())
 
 
@@ -60,12 +60,12 @@ def test_a_folder_stays_while_a_forked_process_uses_it(place: Path):
     child, kept = holder("fork")
     child.kill()
     child.wait()
-    temporary.sweep(place)
+    files.sweep(place)
     assert kept.exists()
     os.killpg(child.pid, signal.SIGKILL)
     until = time.monotonic() + 50
     while kept.exists() and time.monotonic() < until:
-        temporary.sweep(place)
+        files.sweep(place)
         time.sleep(0.05)
     assert not kept.exists()
 
@@ -74,16 +74,16 @@ def test_what_is_not_ours_to_judge_stays(place: Path):
     """A folder without an owner's file, or of another machine, a link, a file, and a folder of another name."""
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / temporary.OWNER).write_text(os.uname().nodename)
+    (elsewhere / files.OWNER).write_text(os.uname().nodename)
     (place / "longshift-empty").mkdir()
     (place / "longshift-link").symlink_to(elsewhere)
     (place / "longshift-file").touch()
     (place / "longshift-linked").mkdir()
-    (place / "longshift-linked" / temporary.OWNER).symlink_to(elsewhere / temporary.OWNER)
+    (place / "longshift-linked" / files.OWNER).symlink_to(elsewhere / files.OWNER)
     (place / "longshift-far").mkdir()
-    (place / "longshift-far" / temporary.OWNER).write_text("another-machine")
+    (place / "longshift-far" / files.OWNER).write_text("another-machine")
     before = sorted(place.rglob("*"))
-    temporary.sweep(place)
+    files.sweep(place)
     assert sorted(place.rglob("*")) == before
 
 
@@ -110,9 +110,9 @@ def test_an_empty_folder_goes_after_an_hour(place: Path, hours: float, stays: bo
     """Its process was killed before it could lock the folder, or after all in it was removed."""
     left = place / "longshift-left"
     left.mkdir()
-    (left / f"{temporary.OWNER}-new").touch()
+    (left / f"{files.OWNER}-new").touch()
     os.utime(left, (time.time() - 3600 * hours,) * 2)
-    temporary.sweep(place)
+    files.sweep(place)
     assert left.exists() is stays
 
 

@@ -401,13 +401,13 @@ def steps_of(world: World, config: str) -> list[dict]:
 
 
 def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bit_exactly(worlds, tmp_path):
-    """Killed at any moment of a step whose switches are long, with buckets of 16 KiB; test_faults has a rank die between two exchanges."""
+    """Killed at any moment of a step that switches; test_faults has a rank die between two exchanges."""
     place = tmp_path
     worlds(1).call("checkpoints:make_data", place=str(place))
     sizes = [3 + 17 * n % 60 for n in range(200)]
     text = (place / "text.txt").read_text()
     (place / "documents.jsonl").write_text("".join(json.dumps({"text": text[9 * n : 9 * n + size]}) + "\n" for n, size in enumerate(sizes)))
-    groups = "[{upto: 32, use: dp2}, {upto: 64, use: tp2}]\nswitch: {bucket: 16K}"
+    groups = "[{upto: 32, use: dp2}, {upto: 64, use: tp2}]"
     config = CONFIG.format(place=place, steps=6, layout=groups).replace("text.txt", "documents.jsonl").replace("every: 1000", "every: 2")
     (place / "run.yaml").write_text(config)
     train = [sys.executable, "-m", "longshift.cli", "train", str(place / "run.yaml")]

@@ -19,9 +19,9 @@ from longshift.config_file import load_config, parse_config
 from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError, UsageError
-from longshift.forecast import layout_text
 from longshift.layout.box import Box
 from longshift.state.checkpoint import Checkpoint
+from longshift.step_report import layout_text
 from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.run_folder import Cause, RunFolder

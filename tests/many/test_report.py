@@ -18,6 +18,7 @@ from longshift.errors import UsageError
 from longshift.reports.read import SERIES, RunReport, read_run
 from longshift.reports.run_page import kept_steps
 from longshift.trainer.metrics import read_rows
+from longshift.trainer.run_folder import Cause
 
 CONFIG = """
 model: {preset: tiny-llama}
@@ -189,7 +190,7 @@ def test_a_run_that_was_cut_off_is_told_and_what_is_none_is_refused(runs: tuple[
     (cut / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     assert read_run(cut).facts["ended"] == "stands at step 3 of 6"
     (cut / "errors").mkdir()
-    (cut / "errors" / "rank-1.json").write_text('{"message": "no room"}')
+    (cut / "errors" / "rank-1.json").write_text(Cause(rank=1, kind="Exit", message="no room", exit_code=7, time_s=0.0).to_json())
     assert read_run(cut).facts["ended"] == "failed after step 3: no room"
     (cut / "metrics.jsonl").write_text('{"step": 1, "what": 2}\n')
     with pytest.raises(UsageError, match="has a row that no step has written"):

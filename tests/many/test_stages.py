@@ -155,11 +155,11 @@ def test_a_stage_that_is_under_way_keeps_its_data(place, tmp_path):
         ("[{steps: 3, layout: dp4}]", r"train.stages.0: its layout has 4 ranks and the run's has 1; all need the same number"),
         ("[{steps: 3}, {steps: 3, train.warmup: 2}]", "train.stages.1: train.min_lr, warmup and schedule are of a stage that has train.lr"),
         (
-            "[{steps: 3, data.max_len: 64, train.pack_tokens: 32}]",
-            r"train.stages.0: config: train.pack_tokens 32 is less than data.max_len 64",
+            "[{steps: 3, data.max_len: 64, layout: [{upto: 64, use: dp1, pack: 32}]}]",
+            r"train.stages.0.layout: pack 32 of upto 64 \(dp1\) does not hold the group's longest document",
         ),
         ("[{steps: 3, layout: auto}]", "layout: auto is chosen for a whole run"),
-        ("[{steps: 3, layout: chunk-auto}]", "chunk-auto is chosen for runs without stages"),
+        ("[{steps: 3, layout: chunk-auto}]", "chunk-auto and recompute-auto are chosen for runs without stages"),
         (
             "[{steps: 3, train.seed: 1}]",
             "train.stages.0.train.seed: no such key; a stage has steps, data.max_len, .* and all else is the run's",
@@ -172,7 +172,7 @@ def test_a_stage_that_is_under_way_keeps_its_data(place, tmp_path):
         ("[{step: 3}]", r"train.stages.0.step: no such key; did you mean 'steps'\?"),
         ("[{steps: 3, data.max_len: 64, layout: [{upto: 32, use: dp1}]}]", "the last group, dp1, ends at 32 tokens"),
         ("[{steps: 3, model.rope: {type: theta}}]", "type: theta needs theta"),
-        ("[]", "train.steps: must be given"),
+        ("[]", "train: steps must be given"),
     ],
 )
 def test_stages_that_cannot_be(place, tmp_path, stages, why):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import longshift as ls
-from longshift.background import Background
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.dist.world import World
@@ -17,6 +16,7 @@ from longshift.documents.batch import Batches
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.documents.tokens import TokenCache
 from longshift.errors import DataError
+from longshift.files import in_background
 from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.trainer.build_run import build_player, build_state, open_data
@@ -78,7 +78,11 @@ def until_refused(config: Config, seen: list[tuple[float, float, int]]) -> str:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "longshift-background"]
+    """Of work that goes on: a thread ends a moment after its result is there."""
+    found = [thread for thread in threading.enumerate() if thread.name == "longshift-background"]
+    for thread in found:
+        thread.join(1.0)
+    return [thread for thread in found if thread.is_alive()]
 
 
 @pytest.mark.parametrize(("layout", "precision"), [("dp1", "float64"), (GROUPS, "float64"), ("dp1", "fp16")])
@@ -156,10 +160,10 @@ def test_a_run_that_is_left_ends_its_thread_and_keeps_the_cursor_of_its_last_ste
 
 def test_work_in_the_background_gives_its_result_or_its_error():
     gate = threading.Event()
-    waiting = Background(lambda: gate.wait(60))
-    assert not waiting.done
+    waiting = in_background(lambda: gate.wait(60))
+    assert not waiting.done()
     gate.set()
     assert waiting.result() is True
-    assert waiting.done
+    assert waiting.done()
     with pytest.raises(ZeroDivisionError):
-        Background(lambda: 1 / 0).result()
+        in_background(lambda: 1 / 0).result()

@@ -276,7 +276,7 @@ def test_keys_that_do_not_go_together():
         ({"path": "a", "format": {"messages": "m", "text": "t"}}, "text or messages, or names of fields"),
         ({"path": "a", "format": {"text": ""}}, "text or messages, or names of fields"),
         ({"path": "a", "format": "chat"}, "text or messages, or names of fields"),
-        ({"path": "a", "format": {"prompt": "p"}}, "prompt and completion belong together"),
+        ({"path": "a", "format": {"prompt": "p"}}, "text or messages, or names of fields"),
         ({"path": "a", "learn": "all"}, "learn is for messages"),
         ({"path": "a", "format": {"prompt": "p", "completion": "c"}, "learn": "last"}, "learn: last is for messages"),
         ({"path": "a", "epochs": 2, "weight": 1}, "name one of epochs and weight"),

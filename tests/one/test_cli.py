@@ -267,21 +267,25 @@ def test_what_blocks_keep_is_chosen_and_the_run_keeps_it(place, longshift, monke
     assert err.startswith("longshift: recompute-auto.disk: dp1: the fastest that fits, ")
     assert "1. documents of up to" in out
     monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 1e-9)
-    code, _, err = longshift("train run.yaml layout=recompute-auto.disk train.steps=1 train.pack_tokens=16K")
+    code, _, err = longshift(f"train run.yaml 'layout={packs('recompute-auto.disk')}' train.steps=1")
     assert code == 0
     assert "recompute-auto.disk: recompute-full: the smallest, and more than is free: " in err
-    assert load_config(place / "run/config.yaml").layout == Layout.parse("recompute-full")
+    assert load_config(place / "run/config.yaml").edges[0].use == Layout.parse("recompute-full")
     monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 0.8)
     assert resumed_with(place, longshift, "recompute-auto.disk") == Layout.parse("recompute-full")
 
 
+def packs(layout: str) -> str:
+    return f"[{{upto: 64, use: {layout}, pack: 16K}}]"
+
+
 def resumed_with(place, longshift, layout: str) -> Layout:
     """The layout of the run when it has been resumed from a file that says this one, which is no difference."""
-    (place / "run.yaml").write_text(CONFIG.format(place=place) + f"layout: {layout}\n")
-    code, _, err = longshift("train run.yaml --resume train.steps=2 train.pack_tokens=16K")
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + f"layout: {packs(layout)}\n")
+    code, _, err = longshift("train run.yaml --resume train.steps=2")
     assert code == 0
     assert "  layout: " not in err
-    return load_config(place / "run/config.yaml").layout
+    return load_config(place / "run/config.yaml").edges[0].use
 
 
 @pytest.mark.parametrize(

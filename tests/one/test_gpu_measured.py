@@ -24,7 +24,6 @@ from longshift.cluster.cluster import Cluster, Heads  # noqa: E402
 from longshift.cluster.names import cluster  # noqa: E402
 from longshift.config import Config  # noqa: E402
 from longshift.errors import UsageError  # noqa: E402
-from longshift.forecast import RunForecast, on_cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
 from longshift.model.kernel_calls import LONG  # noqa: E402
 from longshift.simulate.calibrate import band_of_errors, by_steps  # noqa: E402
@@ -32,6 +31,7 @@ from longshift.simulate.cost import Cost, Mesh, habits  # noqa: E402
 from longshift.simulate.rates import rates  # noqa: E402
 from longshift.spec.families import preset  # noqa: E402
 from longshift.spec.model import ModelSpec  # noqa: E402
+from longshift.step_report import RunForecast, on_cluster  # noqa: E402
 
 KERNELS = [
     (gpu, row)

@@ -27,7 +27,7 @@ from longshift.model.chosen_kernel import probe
 from longshift.profile import bench, machine, run, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
 from longshift.profile.report import FAMILIES, rate, show, si
-from longshift.reports import profile_page
+from longshift.reports.plan_page import write_profile
 
 CPU = torch.device("cpu")
 
@@ -297,7 +297,7 @@ def test_rates():
 
 
 def test_charts_in_one_file(here, tmp_path):
-    profile_page.write_html(here, tmp_path / "plots.html")
+    write_profile(here, tmp_path / "plots.html")
     page = (tmp_path / "plots.html").read_text()
     titles = {"Matmul", "Elementwise", "Copies", "Disk", "Attention forward, 8/2x64 heads", "Attention backward, 8/2x64 heads"}
     found = re.findall("<h2>(.*?)</h2>", page)

@@ -117,7 +117,7 @@ CONFIG = "model: {preset: tiny-llama}\ndata: {train: [{corpus: python}], max_len
         ("save.trackers=[hooks.py:Mine]", "save.trackers.0: 'hooks.py:Mine' names a file"),
         (
             "save.trackers=[Mine]",
-            "save.trackers.0: 'Mine' is not one of tensorboard, wandb, trackio, mlflow; a class of yours is named as in",
+            "save.trackers.0: 'Mine' is not one of tensorboard, wandb, trackio, mlflow, nor package.module:name of your own code",
         ),
     ],
 )

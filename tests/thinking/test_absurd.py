@@ -118,7 +118,6 @@ def test_whether_a_layout_is_possible_costs_no_loop_over_ranks(text):
         ("train.timeout=1e300", "train.timeout: input should be less than or equal to"),
         ("train.stall_timeout=1e9", "train.stall_timeout: input should be less than or equal to"),
         ("train.lr=1e30", "train.lr: input should be less than or equal to"),
-        ("switch.bucket=8", "switch.bucket: input should be greater than or equal to 4096"),
         ("layout=[{upto: 1" + "0" * 30 + ", use: dp4}]", "is not a number of tokens of at most"),
         ("layout=[{upto: 1e300, use: dp4}]", "is not a number of tokens of at most"),
         ("layout={auto: {ranks: 10000000}}", "auto: ranks: 10000000: write a number"),
@@ -130,13 +129,6 @@ def test_every_number_of_a_config_has_a_range(change, why):
         parse_config(GOOD, [change])
     assert why in str(caught.value)
     assert len(str(caught.value)) < 600
-
-
-def test_a_bucket_cuts_no_model_into_dust():
-    groups = "layout=[{upto: 1K, use: dp8}, {upto: 4K, use: tp8}]"
-    with pytest.raises(UsageError, match=r"switch.bucket of 4K cuts .* write switch.bucket=1M"):
-        parse_config(GOOD, ["model.preset=llama-3-8b", "switch.bucket=4K", groups])
-    assert parse_config(GOOD, ["model.preset=llama-3-8b", "switch.bucket=1M", groups]).switch.bucket == 1 << 20
 
 
 def test_what_is_legal_and_large_is_read(tmp_path):

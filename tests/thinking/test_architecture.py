@@ -21,8 +21,6 @@ THINKING = (
         "errors",
         "user_code",
         "terminal",
-        "background",
-        "temporary",
         "files",
         "user_code",
         "yaml_reader",
@@ -35,10 +33,10 @@ THINKING = (
         "switch",
         "program",
     ),
-    *("config_parts", "config", "old_keys", "config_file", "starter"),
+    *("config_parts", "config", "config_file", "starter"),
 )
 DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "command_results")
-DOING += ("step_report", "forecast", "trainer", "profile", "reports", "api")
+DOING += ("step_report", "trainer", "profile", "reports", "api")
 FRONT = ("longshift", "train_command", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 

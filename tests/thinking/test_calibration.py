@@ -13,9 +13,9 @@ from longshift.command_results import PlannedWay
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
-from longshift.forecast import RunForecast, on_cluster
 from longshift.simulate.calibrate import BAND, ERROR, MOST, band_of_errors, by_steps
 from longshift.simulate.rates import rates
+from longshift.step_report import RunForecast, on_cluster
 from longshift.trainer.auto_plan import other_ranks, plan, task_of
 from longshift.workload.length_file import Lengths
 

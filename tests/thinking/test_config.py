@@ -55,7 +55,7 @@ def test_reads_what_is_written_and_fills_in_the_rest(tmp_path, monkeypatch):
     Path("run.yaml").write_text(GOOD)
     config = load_config("run.yaml")
     assert config.layout == Layout(dp=2, tp=2)
-    assert config.data.max_len == config.pack_tokens == 4096
+    assert config.data.max_len == config.edges[0].pack == 4096
     assert config.train.tokens_per_step == 16384
     assert config.train.lr == 3e-4
     assert config.train.min_lr == pytest.approx(3e-5)
@@ -73,8 +73,8 @@ def test_reads_what_is_written_and_fills_in_the_rest(tmp_path, monkeypatch):
     layout=st.sampled_from(["dp1", "pp2:3-1.dp2.tp2.z3", "u2.ring2", "pp2.gpipe.recompute-full"]),
 )
 def test_the_resolved_config_reads_back_as_itself(lr, steps, pack, clip, layout):
-    changes = [f"train.lr={lr!r}", f"train.steps={steps}", f"layout={layout}"]
-    changes += [f"train.pack_tokens={json.dumps(pack)}", f"train.clip={json.dumps(clip)}"]
+    groups = layout if pack is None else f"[{{upto: 4K, use: {layout}, pack: {pack}}}]"
+    changes = [f"train.lr={lr!r}", f"train.steps={steps}", f"layout={groups}", f"train.clip={json.dumps(clip)}"]
     config = parse_config(GOOD, changes)
     assert (config.train.lr, config.train.steps, config.train.clip) == (lr, steps, clip)
     assert parse_config(config.to_yaml()) == config
@@ -207,7 +207,6 @@ sve: {dir: x}
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ("train.pack_tokens=2K", "train.pack_tokens 2K is less than data.max_len 4K"),
         ("train.warmup=101", "warmup 101 is longer than the run of 100 steps"),
         ("train.min_lr=1", "min_lr 1 is above lr 0.0003"),
         ("train.steps=true", "train.steps: input should be a valid integer"),
@@ -234,7 +233,7 @@ sve: {dir: x}
         ("layout=[{upto: 1K, use: dp4}]", "the last group, dp4, ends at 1K tokens and data.max_len is 4K; write its upto: 4K"),
         ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: tp2}]", "the same number of ranks: dp4 has 4, tp2 has 2"),
         ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: pp4.v2}]", "layout (upto 4K): pp4.v2 makes 4 x 2 = 8 stages"),
-        ("switch.bucket=0", "switch.bucket: input should be greater than or equal to 1"),
+        ("switch.ahead=-1", "switch.ahead: input should be greater than or equal to 0"),
         ("layout=pp8", "pp8 makes 8 stages of at least one block, the model has 4: at most pp4"),
         ("train=3", "must be a section with the keys tokens_per_step"),
     ],
@@ -250,10 +249,6 @@ def test_groups_of_lengths_read_back():
     assert [(edge.upto, str(edge.use)) for edge in config.edges] == [(1024, "dp4"), (4096, "u2.tp2")]
     assert config.world == 4
     assert parse_config(config.to_yaml()) == config
-    with pytest.raises(UsageError, match="pack_tokens is for a single layout"):
-        parse_config(GOOD, [groups, "train.pack_tokens=8K"])
-    static = parse_config(GOOD, ["train.pack_tokens=8K"])
-    assert [(edge.upto, str(edge.use), edge.pack) for edge in static.edges] == [(4096, "dp2.tp2", 8192)]
     assert [edge.pack for edge in parse_config(GOOD).edges] == [4096]
 
 
@@ -309,8 +304,8 @@ def test_a_group_has_a_pack_of_its_own():
     assert [(edge.upto, edge.pack) for edge in config.edges] == [(1024, 16384), (4096, 4096)]
     assert parse_config(config.to_yaml()) == config
     assert config.to_yaml().count("pack:") == 1
-    one = parse_config(GOOD, ["layout=[{upto: 4K, use: dp4, pack: 8K}]"])
-    assert one.edges == parse_config(GOOD, ["layout=dp4", "train.pack_tokens=8K"]).edges
+    one = parse_config(GOOD, ["layout=[{upto: 4K, use: dp2.tp2}]"])
+    assert one.edges == parse_config(GOOD).edges
 
 
 @pytest.mark.parametrize("text", ["", "- a", "just text"])

@@ -7,13 +7,14 @@ from itertools import pairwise
 import pytest
 
 from longshift.cluster.names import cluster
-from longshift.config import Config
+from longshift.config import Config, SwitchConfig
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.spec.families import preset
 from longshift.spec.formats import EIGHT_BITS
-from longshift.step_report import explain, itinerary
+from longshift.step_report import explain, shape_of
+from longshift.switch.options import SwitchOptions
 from longshift.switch.traffic import traffic
 from longshift.weigh.needs import Need
 
@@ -55,9 +56,10 @@ def test_eight_bits_are_told():
 
 
 @pytest.mark.parametrize("per_node", [2, 4])
-def test_the_bytes_are_those_of_the_plans(per_node: int):
-    run = config(GROUPS, "switch.bucket=1M")
-    way, found = itinerary(run, per_node), explain(run, per_node)
+def test_the_bytes_are_those_of_the_plans(per_node: int, monkeypatch):
+    monkeypatch.setattr(SwitchConfig, "options", SwitchOptions(bucket_bytes=1 << 20))
+    run = config(GROUPS)
+    way, found = shape_of(run, per_node).itinerary, explain(run, per_node)
     cut = way.cuts[Layout.parse("dp4")]
     order = [group.layout for group in found.groups]
     first = min(order.index("dp4"), order.index("u4"))
@@ -74,7 +76,7 @@ def test_the_bytes_are_those_of_the_plans(per_node: int):
 
 
 def test_one_exchange_is_no_plural():
-    weights = [group.weights for group in explain(config(GROUPS, "switch.bucket=1G")).groups]
+    weights = [group.weights for group in explain(config(GROUPS)).groups]
     assert [text for text in weights if ", 1 exchange, cast" in text]
 
 
@@ -122,17 +124,17 @@ CUTS += tuple(f"{text}.z2" for text in CUTS)
 
 def test_more_cuts_than_an_exact_order_can_have():
     run = many(list(CUTS))
-    assert len(set(itinerary(run).cuts.values())) >= 17
+    assert len(set(shape_of(run).itinerary.cuts.values())) >= 17
     found = explain(run, 2)
     assert sorted(group.upto for group in found.groups) == [256 * number for number in range(1, len(CUTS) + 1)]
-    cuts = [itinerary(run).cuts[Layout.parse(group.layout)] for group in found.groups]
+    cuts = [shape_of(run).itinerary.cuts[Layout.parse(group.layout)] for group in found.groups]
     changes = sum(before != after for before, after in pairwise(cuts))
     assert changes == len(set(cuts)) - 1, "a cut was left and entered again"
 
 
 def test_what_the_next_switch_takes_from_is_computed_last():
     """Under ZeRO-3 at home nothing stays after the group; under ZeRO-1 the copies do, and lie as the next switch may want them."""
-    way = itinerary(many(["tp2.pp2.z1", "dp4", "tp2.pp2.z3"]))
+    way = shape_of(many(["tp2.pp2.z1", "dp4", "tp2.pp2.z3"])).itinerary
     layouts = tuple(Layout.parse(text) for text in ("tp2.pp2.z1", "dp4", "tp2.pp2.z3"))
     assert way.order(layouts) == (2, 0, 1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from longshift.config_file import load_config, parse_config
 from longshift.errors import UsageError
-from longshift.old_keys import FORMATS, REMOVED, RENAMED
+from longshift.other_tools import FORMATS, PACK, REMOVED, RENAMED
 
 GOOD = """\
 model: {preset: tiny-llama}
@@ -31,6 +31,24 @@ def test_a_field_of_a_source_is_part_of_its_format(sources: str, key: str):
     with pytest.raises(UsageError) as caught:
         parse_config(GOOD, [f"data.{sources}=[{{path: a.jsonl, {key}: body}}]"])
     assert f"data.{sources}.0.{key}: no such key; it is format now, as in format: {{{FORMATS[key]}}}" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["train.pack_tokens=8K", "train.stages=[{steps: 4, train.pack_tokens: 8K}]"])
+def test_packs_are_of_a_group(tmp_path: Path, key: str):
+    """Told to whoever writes the key; of an older run, each part has the packs that it had."""
+    with pytest.raises(UsageError) as caught:
+        parse_config(GOOD, [key])
+    assert f"pack_tokens: no such key; {PACK}" in str(caught.value)
+    file = tmp_path / "config.yaml"
+    (tmp_path / "env.json").write_text("{}")
+    single = "layout: dp2\n" + GOOD.replace("lr: 1e-3", "lr: 1e-3, pack_tokens: 4K")
+    file.write_text(single)
+    (edge,) = load_config(file).edges
+    assert (edge.upto, str(edge.use), edge.pack) == (1024, "dp2", 4096)
+    file.write_text(
+        single.replace("4K, steps: 4", "4K, stages: [{steps: 1}, {steps: 3, data.max_len: 2K, layout: tp2, train.pack_tokens: 8K}]")
+    )
+    assert [(str(part.edges[0].use), part.edges[0].pack) for part in load_config(file).parts] == [("dp2", 4096), ("tp2", 8192)]
 
 
 def test_the_config_of_an_older_run_is_translated(tmp_path: Path):

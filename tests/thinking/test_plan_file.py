@@ -8,8 +8,8 @@ import pytest
 
 from longshift.cluster.names import cluster
 from longshift.config import Config
-from longshift.forecast import layout_text
 from longshift.layout.home_tiers import HomeTiers
+from longshift.step_report import layout_text
 from longshift.trainer.auto_plan import resolve_layout
 from longshift.trainer.plan_file import PlanFile, keep
 from longshift.trainer.resume_config import name_changes, resume_config

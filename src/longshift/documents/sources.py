@@ -220,7 +220,7 @@ def _nearest_path(path: Path) -> str:
         parent = parent.parent
 
     names = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
-    close = nearest(missing, names, 1, 0.5)
+    close = nearest(missing, names, 0.5)
     if close:
         hint = f"did you mean {parent / close[0]}?"
     elif names:

@@ -4,6 +4,7 @@ prints."""
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from rich.console import RenderableType
@@ -14,9 +15,9 @@ from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.files import read_json_object
 from longshift.step_report import explain
-from longshift.trainer.metrics import StepMetrics, read_rows
+from longshift.trainer.metrics import GroupMetrics, StepMetrics, read_rows
 from longshift.trainer.plan_file import read as read_plan
-from longshift.trainer.run_folder import RunFolder, read_config
+from longshift.trainer.run_folder import RunFolder, read_causes, read_config
 from longshift.trainer.trackers import flat
 
 SERIES = (
@@ -29,8 +30,6 @@ SERIES = (
     "memory_bytes",
     "seconds",
 )
-SUMS = ("documents", "tokens", "seconds", "switch_exposed_s", "switch_hidden_s")
-SUMS += ("intra_node_bytes", "inter_node_bytes", "put_bytes", "fetched_bytes", "waited_s")
 # Steps at either end of a run whose mean loss is told; half of the steps where they are fewer.
 ENDS = 5
 
@@ -82,10 +81,8 @@ def read_run(path: Path) -> RunReport:
     """A run folder in numbers. Raises UsageError where it is none, or has no step yet."""
     config = read_config(path)
     folder = RunFolder(path)
-    # Of a step that was computed again, the last row.
-    by_step = {row["step"]: row for row in read_rows(folder.metrics)}
     try:
-        rows = [StepMetrics.from_json(by_step[step]) for step in sorted(by_step)]
+        rows = [StepMetrics.from_json(row) for row in read_rows(folder.metrics)]
     except (TypeError, ValueError, KeyError) as fault:
         raise UsageError(f"{folder.metrics} has a row that no step has written: {fault}") from None
     if not rows:
@@ -114,7 +111,7 @@ def read_run(path: Path) -> RunReport:
         name=str(path),
         facts=_facts(config, folder, rows),
         config=dict(flat(config.model_dump(mode="json"))),
-        steps=sorted(by_step),
+        steps=[row.step for row in rows],
         series=series,
         groups=_groups(rows),
         predicted=predicted,
@@ -130,9 +127,8 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
     last = rows[-1]
     latest = folder.latest
     plan = read_plan(folder.path)
-    usual = sorted(row.tokens_per_s for row in rows if not row.first) or [last.tokens_per_s]
-    causes = sorted(folder.errors.glob("rank-*.json"))
-    cause = read_json_object(causes[0]).get("message") if causes else None
+    usual = [row.tokens_per_s for row in rows if not row.first] or [last.tokens_per_s]
+    causes = read_causes(folder)
     spec = config.spec
     packages = env.get("packages") or {}
     return {
@@ -146,7 +142,7 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
         "tokens per step": config.train.tokens_per_step,
         "step": last.step,
         "steps": config.train.steps,
-        "ended": _ended(config, last, cause),
+        "ended": _ended(config, last, causes[0].message if causes else None),
         "starts": sum(row.first for row in rows),
         "newest checkpoint": latest.read_text("utf-8").strip() if latest.is_file() else None,
         "first losses": sum(losses[:ends]) / ends if losses else None,
@@ -156,7 +152,7 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
         ),
         "tokens": sum(row.tokens for row in rows),
         "seconds": sum(row.seconds for row in rows),
-        "tokens per second": usual[len(usual) // 2],
+        "tokens per second": median_high(usual),
         "memory": max(row.memory_bytes for row in rows),
         "layouts tried": [str(choice) for choice in plan.choices] if plan else None,
         "machine": env.get("processor"),
@@ -166,7 +162,7 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
     }
 
 
-def _ended(config: Config, last: StepMetrics, cause: object) -> str:
+def _ended(config: Config, last: StepMetrics, cause: str | None) -> str:
     if cause:
         return f"failed after step {last.step}: {cause}"
     if last.stopped is not None:
@@ -182,19 +178,20 @@ def _ended(config: Config, last: StepMetrics, cause: object) -> str:
 
 def _groups(rows: Sequence[StepMetrics]) -> list[GroupSums]:
     """By layout and longest document, in the order of lengths."""
-    sums: dict[tuple[int, str], list[Any]] = {}
+    visits_of: dict[tuple[int, str], list[GroupMetrics]] = {}
     for row in rows:
         for group in row.groups:
-            sums.setdefault((group.upto, group.layout), []).append(group)
+            visits_of.setdefault((group.upto, group.layout), []).append(group)
+    sums = GroupSums.model_fields.keys() - {"upto", "layout", "steps", "tier_peak_bytes"}
     return [
         GroupSums(
             upto=upto,
             layout=layout,
             steps=len(visits),
-            **{name: sum(getattr(group, name) or 0 for group in visits) for name in SUMS},
+            **{name: sum(getattr(group, name) or 0 for group in visits) for name in sums},
             tier_peak_bytes=max(group.tier_peak_bytes for group in visits),
         )
-        for (upto, layout), visits in sorted(sums.items())
+        for (upto, layout), visits in sorted(visits_of.items())
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longshift.command_results import size_text
 from longshift.layout.layout import format_size
 from longshift.reports.page import (
     Series,
@@ -22,7 +23,6 @@ from longshift.reports.page import (
 )
 from longshift.reports.read import GroupSums, RunReport
 
-MOST_SETTINGS = 200
 STRETCHES = 250  # of a long run, in which the lowest and the highest point of each curve are drawn
 BY_STEP = (  # title, sentence, series of a report, title of its axis, whether its axis begins at 0
     ("Tokens a second", "Of all ranks.", "tokens_per_s", "tokens/s", True),
@@ -39,7 +39,7 @@ BY_STEP = (  # title, sentence, series of a report, title of its axis, whether i
 TIMES = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 SHARES = ("seconds", "tokens", "documents")
 
-ByStep = Mapping[int, float | None]
+Column = Sequence[float | None]  # a value for each step of a run
 
 
 class _Drawn(NamedTuple):
@@ -51,16 +51,16 @@ class _Drawn(NamedTuple):
     name: str
     kept: np.ndarray
 
-    def series(self, what: str, values: ByStep, colour: int, style: Style = "line") -> Series:
-        """A curve of what there is by step."""
+    def series(self, what: str, column: Column, colour: int, style: Style = "line") -> Series:
+        """A curve of the steps that are drawn."""
         name = ", ".join(filter(None, (self.name, what)))
-        return Series(
-            name,
-            [values.get(self.run.steps[place]) for place in self.kept],
-            colour,
-            self.number,
-            style=style,
-        )
+        y = [column[place] for place in self.kept]
+        return Series(name, y, colour, self.number, style=style)
+
+    def column(self, rows: Sequence[Mapping[str, Any]], key: str) -> Column:
+        """What rows of some steps have under a key."""
+        by_step = {row["step"]: row[key] for row in rows}
+        return [by_step.get(step) for step in self.run.steps]
 
     def along(self, unit_s: float) -> list[list[float]]:
         """Steps, tokens so far and the time so far."""
@@ -145,14 +145,14 @@ def _charts(drawn: Sequence[_Drawn], is_thinned: bool) -> Iterator[str]:
     losses = _series(drawn, "loss", "training" * has_valid)
     for one in drawn:
         if one.run.valid:
-            values = {row["step"]: row["loss"] for row in one.run.valid}
-            losses.append(one.series("validation", values, len(drawn) + one.number, "dash"))
+            column = one.column(one.run.valid, "loss")
+            losses.append(one.series("validation", column, len(drawn) + one.number, "dash"))
     yield chart("Loss", note, losses, "nats a token", wide=True)
     for title, sentence, key, axis, zero in BY_STEP:
         yield chart(title, sentence, _series(drawn, key), axis, zero=zero)
     memory = _series(drawn, "memory_bytes", "process")
     for one in drawn:
-        tensors = dict.fromkeys(one.run.steps, one.run.memory["device"]["total"])
+        tensors = [one.run.memory["device"]["total"]] * len(one.run.steps)
         memory.append(one.series("tensors, as forecast", tensors, len(drawn) + one.number, "dash"))
     yield chart(
         "Memory",
@@ -179,9 +179,7 @@ def _charts(drawn: Sequence[_Drawn], is_thinned: bool) -> Iterator[str]:
 
 def _series(drawn: Sequence[_Drawn], key: str, what: str = "") -> list[Series]:
     """A curve of every run."""
-    return [
-        one.series(what, dict(zip(one.run.steps, one.run.series[key])), one.number) for one in drawn
-    ]
+    return [one.series(what, one.run.series[key], one.number) for one in drawn]
 
 
 def _charts_of_run(drawn: _Drawn) -> Iterator[str]:
@@ -207,8 +205,7 @@ def _charts_of_run(drawn: _Drawn) -> Iterator[str]:
         yield bars(f"Groups of lengths{owner}", note, shares_of(rows), "{:.1%}".format)
     if run.predicted:
         measured, predicted, bands = (
-            {row["step"]: row[key] for row in run.predicted}
-            for key in ("seconds", "predicted_seconds", "band")
+            drawn.column(run.predicted, key) for key in ("seconds", "predicted_seconds", "band")
         )
         forecast = drawn.series("predicted", predicted, 1, "dash")._replace(
             band=drawn.series("", bands, 1).y
@@ -237,7 +234,7 @@ def _tables(drawn: Sequence[_Drawn], names: Sequence[str]) -> Iterator[str]:
     runs = [one.run for one in drawn]
     head = ("", *names)
     if len(runs) > 1:
-        yield folded("Settings that differ", *_differences(runs, head))
+        yield folded("Settings that differ", _differences(runs, head))
     keys = [key for key in runs[0].facts if any(run.facts[key] is not None for run in runs)]
     facts = [(key, *(_shown(key, run.facts[key]) for run in runs)) for key in keys]
     yield folded("Facts", table([head, ("folder", *(run.name for run in runs)), *facts]))
@@ -263,15 +260,13 @@ def _tables(drawn: Sequence[_Drawn], names: Sequence[str]) -> Iterator[str]:
     )
 
 
-def _differences(runs: Sequence[RunReport], head: tuple[str, ...]) -> Iterator[str]:
+def _differences(runs: Sequence[RunReport], head: tuple[str, ...]) -> str:
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [json.dumps(run.config.get(key)) for run in runs]
         if len(set(values)) > 1:
             rows.append((key, *values))
-    yield table([head, *rows[:MOST_SETTINGS]]) if rows else paragraphs(["None."])
-    if len(rows) > MOST_SETTINGS:
-        yield paragraphs([f"and {len(rows) - MOST_SETTINGS} more"])
+    return table([head, *rows]) if rows else paragraphs(["None."])
 
 
 def _shown(key: str, value: Any) -> str:
@@ -281,18 +276,6 @@ def _shown(key: str, value: Any) -> str:
         return size_text(value)
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.0f}"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else ", ".join(value)
-        if isinstance(value, list)
-        else str(value)
-    )
-
-
-def size_text(size: float) -> str:
-    """Bytes in the largest unit of which there is one."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size:.0f} B"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(value) if isinstance(value, list) else str(value)

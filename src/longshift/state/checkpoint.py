@@ -23,6 +23,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -34,10 +35,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longshift.background import Background
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, OutOfMemoryError
-from longshift.files import is_no_room, sync, usual_mode
+from longshift.files import in_background, is_no_room, sync, usual_mode
 from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
@@ -116,19 +116,21 @@ class UnfinishedCheckpoint:
             f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before"
             " it are untouched"
         )
-        self._writing: Background[list[dict]] | None = None
+        self._writing: Future[list[dict]] | None = None
         with self._swept():
             _together(world, self._fault, self._begin if world.rank == 0 else None)
 
     def write(self, entries: Entries) -> None:
         """Write this rank's files in the background. The tensors of `entries`, in host memory, must
         stay as they are until `written`."""
-        self._writing = Background(lambda: _write_tensors(self._scratch, entries, self.world.rank))
+        self._writing = in_background(
+            lambda: _write_tensors(self._scratch, entries, self.world.rank)
+        )
 
     @property
     def written(self) -> bool:
         """Whether this rank's files are written, or have failed."""
-        return self._writing is None or self._writing.done
+        return self._writing is None or self._writing.done()
 
     def finish(self, entries: Entries = ()) -> None:
         """Write what is not written in the background, and have the checkpoint take its place.

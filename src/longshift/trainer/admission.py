@@ -112,7 +112,7 @@ def _lacking(
             f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in"
             f" {need.device.op} ({alive}), besides {process / 2**30:.2f} GiB that the process has,"
             f" and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or ring, z3,"
-            " chunks, a smaller upto, pack or train.pack_tokens take less"
+            " chunks, a smaller upto or pack take less"
         )
     if waiting["disk"]:
         folder = config.stream.options(run).folder

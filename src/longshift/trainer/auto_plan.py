@@ -25,7 +25,6 @@ from longshift.command_results import (
 )
 from longshift.config import Config
 from longshift.errors import OutOfMemoryError, UsageError
-from longshift.forecast import layout_text, on_cluster
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.axes import token_axes
 from longshift.layout.home_tiers import HomeTiers
@@ -38,6 +37,7 @@ from longshift.simulate.clock import in_visiting_order
 from longshift.simulate.cost import sizes
 from longshift.simulate.model_flops import mfu, model_flops
 from longshift.spec.formats import arithmetic
+from longshift.step_report import layout_text, on_cluster
 from longshift.stream.trace import Span, events_of, save
 from longshift.trainer.plan_file import PlanFile, place, read
 from longshift.workload.length_file import Lengths

@@ -7,8 +7,10 @@ What is made is a function of the data, the seed and the cursor, so that it is t
 A checkpoint's cursor is the state's, which only a trained step moves.
 """
 
-from longshift.background import Background
+from concurrent.futures import Future, wait
+
 from longshift.documents.batch import Batches, StepBatch
+from longshift.files import in_background
 from longshift.step.player import Player, Ready
 
 
@@ -19,7 +21,7 @@ class BatchPrefetcher:
     def __init__(self, batches: Batches, player: Player):
         self._batches = batches
         self._player = player
-        self._coming: tuple[int, Background[tuple[StepBatch, Ready]]] | None = None
+        self._coming: tuple[int, Future[tuple[StepBatch, Ready]]] | None = None
 
     def take(self, cursor: int, more: bool) -> tuple[StepBatch, Ready]:
         """The step that begins at a cursor. `more`: whether another follows, which is begun in the
@@ -32,13 +34,13 @@ class BatchPrefetcher:
             batch, ready = self._make(cursor)
         if more:
             next_cursor = batch.next_cursor
-            self._coming = next_cursor, Background(lambda: self._make(next_cursor))
+            self._coming = next_cursor, in_background(lambda: self._make(next_cursor))
         return batch, ready
 
     def close(self) -> None:
         """Wait for what is being made. Nobody wants it any more."""
         if self._coming:
-            self._coming[1].wait()
+            wait([self._coming[1]])
 
     def _make(self, cursor: int) -> tuple[StepBatch, Ready]:
         batch = self._batches.at(cursor)

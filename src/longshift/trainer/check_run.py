@@ -225,7 +225,6 @@ class SmallRun:
         sizes = {
             "steps": len(self.max_norms),
             "tokens_per_step": sum(self.lengths()),
-            "pack_tokens": None,
         }
         return run.model_copy(
             update={

@@ -37,8 +37,8 @@ from longshift.dist.ranks import Ranks
 from longshift.dist.world import allocator
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import temporary_folder
-from longshift.forecast import layout_text
 from longshift.layout.auto_layout import AutoLayout
+from longshift.step_report import layout_text
 from longshift.terminal import read_or_not
 from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.launch import (

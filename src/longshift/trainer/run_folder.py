@@ -34,12 +34,12 @@ from typing import IO
 import psutil
 from pydantic import BaseModel
 
-from longshift import errors, temporary
+from longshift import errors
 from longshift.command_results import RunSummary
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
-from longshift.files import NO_ROOM, rewrite, written
+from longshift.files import NO_ROOM, rewrite, sweep, written
 from longshift.spec.positions import beyond, replaced_scaling
 from longshift.terminal import say
 from longshift.trainer.metrics import read_rows
@@ -180,7 +180,7 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
         _wait_for_ranks(folder)
         _sweep(folder)
         with suppress(OSError):  # no temporary folder at all
-            temporary.sweep(Path(tempfile.gettempdir()))
+            sweep(Path(tempfile.gettempdir()))
     if not resume and folder.metrics.exists():
         raise UsageError(
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first"

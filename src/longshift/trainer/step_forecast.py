@@ -12,8 +12,8 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import figures
 from longshift.config import Config
 from longshift.dist.world import World
-from longshift.forecast import RunForecast
 from longshift.simulate.calibrate import band_of_errors
+from longshift.step_report import RunForecast
 from longshift.terminal import say
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.plan_file import place, read

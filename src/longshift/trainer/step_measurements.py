@@ -18,9 +18,9 @@ from longshift.config import Config
 from longshift.dist.world import World
 from longshift.documents.batch import Batches
 from longshift.errors import UsageError
-from longshift.forecast import RunForecast, layout_text
 from longshift.simulate.calibrate import LOOKS, StepFit, band_of_errors, by_steps
 from longshift.simulate.calibrate import MOST as MOST_CONSTANTS
+from longshift.step_report import RunForecast, layout_text
 from longshift.terminal import silent
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.metrics import read_rows
