@@ -7,7 +7,7 @@ import pytest
 
 from longshift.cluster import files
 from longshift.cluster.cluster import Calibration, Cluster
-from longshift.cluster.names import cluster as named
+from longshift.cluster.files import cluster as named
 from longshift.cluster.network import collective_s
 from longshift.command_results import PlannedWay
 from longshift.config import Config
@@ -55,7 +55,7 @@ def test_a_figure_that_is_moved_moves_what_is_asked_of_it_and_nothing_else(prese
             "memory": here.elementwise_s(1e7),
             "launch": here.launch_s,
             "node": collective_s(made, "all_gather", 1e9, ranks, ranks),
-            "host": made.copy_s("host" if preset == "cpu" else "to_device", 1e6, beyond=True),
+            "host": made.copy_s("host" if preset == "cpu" else "to_device", 1e6),
         }
         return {name: float(seconds) for name, seconds in found.items()}
 

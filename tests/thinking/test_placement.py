@@ -64,7 +64,7 @@ def test_shares_of_buckets(spec: ModelSpec, layout: Layout):
         assert bucket.width == max(shares)
         assert sum(shares) == bucket.elements * (1 if bucket.sharded else len(shares))
         assert bucket.home(bucket.holders[-1]) == tuple(
-            (p.name, p.rows(bucket.holders[-1]) if bucket.sharded else p.box) for p in bucket.pieces
+            (p.name, p.share(len(p.holders) - 1) if bucket.sharded else p.box) for p in bucket.pieces
         )
 
 

@@ -63,18 +63,6 @@ def faults(
     )
 
 
-def check(
-    spec: ModelSpec,
-    layout: Layout,
-    world: int | None,
-    max_tokens: int | None = None,
-    pack_tokens: int | None = None,
-    float8: bool = False,
-) -> None:
-    """Raise UsageError with all faults, if any."""
-    refuse(layout, faults(spec, layout, world, max_tokens, pack_tokens, float8))
-
-
 def refuse(layout: Layout, reasons: Sequence[str]) -> None:
     """Raise UsageError with reasons why a layout is not possible, if there are any."""
     if reasons:
@@ -125,12 +113,9 @@ def nearest_layouts(layout: Layout, world: int) -> list[Layout]:
 
     def change(degrees: tuple[int, ...]) -> tuple[float, int]:
         # In doublings; of equal ones that which changes dp alone.
-        doublings = 0.0
-        num_changed = 0
-        for name, degree in zip(names, degrees):
-            doublings += abs(log2(degree / layout.degree(name)))
-            num_changed += name != "dp" and degree != layout.degree(name)
-        return doublings, num_changed
+        changes = {name: log2(new / layout.degree(name)) for name, new in zip(names, degrees)}
+        doublings = sum(abs(changes[name]) for name in names)
+        return doublings, sum(changes[name] != 0 for name in names if name != "dp")
 
     layouts = []
     for degrees in sorted(_factors(world, len(names)), key=change):
@@ -212,14 +197,10 @@ def cut_inside_a_block(spec: ModelSpec, tp: int) -> str | None:
             continue
         checked.add(key)
         size = param.shape[dim]
-        total = 0
-        for coord in coords:
-            for box in local_boxes(param, layout, coord):
-                total += box.shape[dim]
-                for edge in (box.start[dim], box.stop[dim]):
-                    if edge % BLOCK and edge != size:
-                        return param.name
-        if total > size:
+        boxes = [box for coord in coords for box in local_boxes(param, layout, coord)]
+        edges = [edge for box in boxes for edge in (box.start[dim], box.stop[dim])]
+        is_cut = any(edge % BLOCK and edge != size for edge in edges)
+        if is_cut or sum(box.shape[dim] for box in boxes) > size:
             return param.name
     return None
 
