@@ -271,6 +271,10 @@ def test_an_unreadable_value_is_refused(tmp_path):
     file.write_text(json.dumps({"format": files.FORMAT, "version": 1, "sha256": files._digest(body), **body}))
     with pytest.raises(UsageError, match=r"is damaged: curves\.matmul bf16\.axes\.0\.sizes: Field required"):
         files.load(file)
+    body = files.encode(sourced()) | {"moon": 1}
+    file.write_text(json.dumps({"format": files.FORMAT, "version": 1, "sha256": files._digest(body), **body}))
+    with pytest.raises(UsageError, match="is damaged: moon: Unexpected keyword"):
+        files.load(file)
     with pytest.raises(UsageError, match="does not exist; presets are"):
         files.load(tmp_path / "none.json")
     with pytest.raises(UsageError, match="cannot be written"):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -43,8 +43,14 @@ SHARES = (
 )
 
 
+class Exact:
+    """A part of a file that pydantic reads without a word that it does not know."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
 @dataclass(frozen=True)
-class Device:
+class Device(Exact):
     """What one rank computes on. `flops_per_s`: dense peak by dtype. `launch_s`: least time between
     two operations. `cores`: processor cores that the rank's own process gets, which on a CPU are
     the device. `watts`: the power limit. `multiprocessors`: of a GPU."""
@@ -61,7 +67,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Exact):
     """One way, per device, both ways at once unless a curve says otherwise."""
 
     bytes_per_s: float
@@ -69,7 +75,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Disk:
+class Disk(Exact):
     """Of one node."""
 
     bytes: float
@@ -94,7 +100,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Backend:
+class Backend(Exact):
     """An attention kernel as this machine has it. `why_not`: empty where it runs. `lse`: it returns
     the log-sum-exp; `global_lse`: its backward takes the output and log-sum-exp of a larger
     attention, which ring attention and streaming need. Errors are relative, to float64."""
@@ -114,7 +120,7 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Exact):
     """What the steps of a run showed of a cluster. `constants`: what they reach of its figures, as
     in `Cluster.moved`; `band`: relative half-width of a predicted step; `fingerprint`: of the
     figures (`files.figures`); `layouts`: of the run; `errors`: measured over predicted seconds,
@@ -148,7 +154,7 @@ STAND_INS: Mapping[str, tuple[tuple[str, float], ...]] = {
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Exact):
     """`shares`: what part of a constant is reached, by the names in SHARES; 1 where the constants
     are measured. `sources`: where each constant comes from, by its path, as in `device.launch_s`.
     `facts`: hardware and software that the numbers hold for. `calibration`: what steps of a run

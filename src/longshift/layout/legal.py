@@ -6,6 +6,7 @@ pieces, some ranks taking one more. What is refused leaves a rank without any, c
 or asks the model for something it does not compute.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -289,12 +290,7 @@ def _streaming_faults(layout: Layout) -> Iterator[str]:
     the rest."""
     yield from _kept_block_faults(layout)
     if not layout.chunk:
-        needs_chunk = {
-            "kv-offload": layout.kv == "offload",
-            "fpdt": layout.schedule == "fpdt",
-            f"every{layout.every}": layout.every > 0,
-        }
-        words = [word for word, is_there in needs_chunk.items() if is_there]
+        words = re.findall(r"every\d+|kv-offload|fpdt", str(layout))
         if words:
             yield (
                 f"{' and '.join(words)} is said of a layout in chunks, and this one has none: add"

@@ -211,17 +211,11 @@ def _group_pieces(
     pieces: Iterable[tuple[Param, Piece]],
 ) -> tuple[Bucket, ...]:
     """Buckets of pieces, by unit, holders, and whether they are trained."""
-    # Holders are told apart by a number, which is looked up once for each object: hashing thousands
-    # of ranks for every piece takes longer than all else. The sorted list keeps the objects alive.
-    numbers: dict[tuple[int, ...], int] = {}
-    number_of_object: dict[int, int] = {}
+    # Equal holders are one object of `_holders`: hashing thousands of ranks for every piece takes
+    # longer than all else.
     groups: dict[tuple[int, int, bool], list[Piece]] = {}
-    ordered = sorted(pieces, key=lambda pair: not pair[0].decay)
-    for param, piece in ordered:
-        key = id(piece.holders)
-        if key not in number_of_object:
-            number_of_object[key] = numbers.setdefault(piece.holders, len(numbers))
-        group = moving_unit(spec, param), number_of_object[key], param.frozen
+    for param, piece in sorted(pieces, key=lambda pair: not pair[0].decay):
+        group = moving_unit(spec, param), id(piece.holders), param.frozen
         groups.setdefault(group, []).append(piece)
 
     buckets = []

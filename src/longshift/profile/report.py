@@ -128,11 +128,10 @@ def _backends(cluster: Cluster) -> Table:
 def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
     """A row for each curve and each choice of its leading sizes; a column for each last size."""
     sizes = sorted({size for _, curve in rows for size in curve.axes[-1].sizes})
-    leading = max(len(curve.axes) for _, curve in rows) > 1
     unit = rate(rows[0][0], rows[0][1].points[0], 1.0)[1]
     table = Table(
         "",
-        *([""] if leading else []),
+        "",
         *(format_size(int(size)) for size in sizes),
         "spread",
         title=escape(f"{title} ({unit})"),
@@ -146,12 +145,9 @@ def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
             cells_of.setdefault(point[:-1], {})[point[-1]] = si(rate(name, point, seconds)[0])
         spread = f"{sorted(curve.spread)[len(curve.spread) // 2]:.0%}" if curve.spread else ""
         for leading_sizes, cells in cells_of.items():
-            row = [name]
-            if leading:
-                labels = zip(curve.axes, leading_sizes)
-                row.append(
-                    ", ".join(f"{axis.name} {format_size(int(size))}" for axis, size in labels)
-                )
-            row += [cells.get(size, "") for size in sizes]
-            table.add_row(*row, spread)
+            labels = (
+                f"{axis.name} {format_size(int(size))}"
+                for axis, size in zip(curve.axes, leading_sizes)
+            )
+            table.add_row(name, ", ".join(labels), *(cells.get(size, "") for size in sizes), spread)
     return table
