@@ -28,7 +28,7 @@ import other_trainer
 from block_formulas import FormulaCost, Sizes, Trainer
 from closed_form import Candidates, closed_form
 
-from longshift.cluster.names import cluster
+from longshift.cluster.files import cluster
 from longshift.layout.layout import Layout
 from longshift.planner.group_seconds import stalled_s
 from longshift.planner.plan_evaluator import PlanEvaluator

@@ -134,7 +134,9 @@ class Work:
 def meshes(spec: ModelSpec, ranks: int) -> list[Layout]:
     """Every way to cut the model over all ranks."""
     degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
-    found = [Layout(*degree) for degree in product(degrees, repeat=5) if prod(degree) == ranks]
+    found = [
+        Layout(**dict(zip(("dp", "pp", "tp", "ulysses", "ring"), degree))) for degree in product(degrees, repeat=5) if prod(degree) == ranks
+    ]
     return [layout for layout in found if not faults(spec, layout, ranks)]
 
 

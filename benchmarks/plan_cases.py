@@ -9,7 +9,7 @@ BEGAN = time.process_time()
 import numpy as np  # noqa: E402
 from switch_cases import peak_mib  # noqa: E402
 
-from longshift.cluster.names import cluster  # noqa: E402
+from longshift.cluster.files import cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
 from longshift.planner.shortlist import Problem, compare, shortlist  # noqa: E402
 from longshift.planner.task import PlanTask  # noqa: E402

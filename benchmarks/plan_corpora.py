@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from common import arguments, publish, say
 
+from longshift.cluster.files import cluster
 from longshift.cluster.host import core_count
-from longshift.cluster.names import cluster
 from longshift.layout.layout import format_size
 from longshift.planner.search import search
 from longshift.planner.task import PlanTask

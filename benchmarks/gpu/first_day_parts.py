@@ -24,8 +24,8 @@ from fake_device import fake_device
 from steps import GIB, PRECISION, Case, K, build, clocked, count, few_chunks, forecast, llama, measure, peak_flops, wait, warm
 
 from longshift.cluster.cluster import Cluster, Heads
+from longshift.cluster.files import cluster
 from longshift.cluster.host import core_count, cpu_name
-from longshift.cluster.names import cluster
 from longshift.dist.world import allocator
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout

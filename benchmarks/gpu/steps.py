@@ -174,7 +174,7 @@ def hidden_on_clock(case: Case, machine: Cluster) -> float | None:
             exposed_s += max(moving.turn(case.lengths, turn, window)) - max(still.turn(case.lengths, turn, window))
             ways = {"fetch": "to_device", "store": "to_host"}
             moves = [(event.kind, event.bytes) for event in made.by_turn[turn] if event.kind in ways]
-            copied_s += sum(float(machine.copy_s(f"{ways[kind]} pinned both", size, beyond=True)) for kind, size in moves)
+            copied_s += sum(float(machine.copy_s(f"{ways[kind]} pinned both", size)) for kind, size in moves)
     return 1 - min(1.0, exposed_s / copied_s)
 
 

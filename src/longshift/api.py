@@ -30,9 +30,10 @@ from rich.progress import Progress
 
 from longshift import errors
 from longshift.cluster.cluster import Cluster
+from longshift.cluster.files import cluster as cluster_named
+from longshift.cluster.files import profile_of_host
 from longshift.cluster.files import save as save_cluster
-from longshift.cluster.host import core_count, has_gpu, profile_of_host
-from longshift.cluster.names import cluster as cluster_named
+from longshift.cluster.host import core_count, has_gpu
 from longshift.command_results import (
     CalibrationResult,
     CorpusFacts,
@@ -133,7 +134,8 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
         against = Layout.parse(against)
     stages = []
     for part in run.parts:
-        legal.check(part.spec, against, None, part.data.max_len, float8=part.float8)
+        reasons = legal.faults(part.spec, against, None, part.data.max_len, float8=part.float8)
+        legal.refuse(against, reasons)
         # Its own choices of chunks and recomputation, as a run with that layout would make them.
         (against_edge,) = with_choices(part.model_copy(update={"layout": against}), say).edges
         part = with_choices(part, say)

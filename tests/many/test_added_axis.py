@@ -7,7 +7,7 @@ from forked import DEADLINE_S, Truth, Worlds
 from parity import EDGES, KINDS, LIMIT, largest, trial_of
 from test_parity import switched_trial
 
-from longshift.cluster.names import cluster
+from longshift.cluster.files import cluster
 from longshift.layout.layout import Layout, number_fields
 from longshift.layout.legal import faults
 from longshift.planner.candidates import enumerate_layouts

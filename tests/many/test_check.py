@@ -75,7 +75,7 @@ def test_a_chunk_that_is_not_chosen_yet_is_chosen(run_check, place):
     (place / "tier").mkdir()
     found, said = run_check("--against", "chunk-auto.disk", "stream.folder=tier")
     assert [row["layout"] for row in found["rows"]] == ["dp1", "chunk512.disk"]
-    assert "chunk-auto.disk: chunks of 512: " in said
+    assert "chunk-auto.disk: chunk512.disk: " in said
     assert found["loss"] < 1e-12
     assert found["grad"] < 1e-12
     assert found["leaked_positions"] == 0

@@ -135,7 +135,7 @@ def test_auto_trains_the_best_few_and_goes_on_with_one(folder):
     assert [row["step"] for row in rows if row["first"]] == [*range(1, trials + 2, 4), 28]
     assert [row["layout"] for row in rows] == [plan.choices[n // 4] if n < trials else plan.layout for n in range(29)]
     assert plan.calibration is not None
-    assert plan.calibration.steps == trials - len(plan.choices)
+    assert len(plan.calibration.errors) == trials - len(plan.choices)
     predicted = {row["step"]: row for row in rows if "predicted_seconds" in row}
     assert {trials + 2, 29} <= predicted.keys() <= {*range(trials + 2, 28), 29}
     assert predicted[trials + 2]["band"] == band_of_errors(plan.calibration.errors[-RECENT:])

@@ -1,13 +1,11 @@
 """Python's front door: every command as a function, whose value is what the command prints with --json; errors of one class; typed."""
 
-import ast
 import json
 import os
 import pkgutil
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from pydantic import ValidationError
 import longshift
 import longshift as ls
 from longshift.documents.tokenizer import train as train_tokenizer
-from longshift.layout import layout as layouts
 
 CONFIG = """\
 model: {{preset: tiny-llama}}
@@ -135,24 +132,6 @@ def test_a_layout_is_its_text(text):
     assert ls.Layout(text) == ls.Layout.parse(text)
     assert str(ls.Layout(text)) == text
     assert hash(ls.Layout(text)) == hash(ls.Layout.parse(text))
-
-
-def test_the_typed_constructor_of_a_layout_has_its_fields():
-    """For type checkers it is written out: it has what dataclass makes, and text in place of the first field."""
-    tree = ast.parse(Path(layouts.__file__).read_text())
-    made = [node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    (typed,) = (arguments for arguments in made if arguments.defaults)
-    written = [
-        (argument.arg, ast.unparse(argument.annotation or ast.Pass()), default) for argument, default in zip(typed.args[1:], typed.defaults)
-    ]
-    hints = {
-        node.target.id: ast.unparse(node.annotation)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    assert [(name, kind, ast.literal_eval(default)) for name, kind, default in written] == [
-        (of.name, "int | str" if of.name == "dp" else hints[of.name], of.default) for of in fields(ls.Layout)
-    ]
 
 
 def test_no_function_has_the_name_of_a_module():

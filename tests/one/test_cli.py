@@ -250,7 +250,7 @@ def test_a_trace_is_of_every_layout_and_never_replaces_another_file(place, longs
 
 def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
     monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
-    told = "longshift: chunk-auto.disk: chunks of 256: a default, because this machine was not measured; longshift profile does"
+    told = "longshift: chunk-auto.disk: chunk256.disk: a default, because this machine was not measured; longshift profile does"
     code, out, err = longshift("train run.yaml --explain layout=chunk-auto.disk")
     assert (code, err.strip()) == (0, told)
     assert "chunk256.disk" in out

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longshift.cluster.files import save
-from longshift.cluster.host import host_facts, profile_of_host
-from longshift.cluster.names import cluster
+from longshift.cluster.files import cluster, profile_of_host, save
+from longshift.cluster.host import host_facts
 from longshift.dist.cores import cores_beside, parsed, stay_near
 from longshift.dist.world import World
 

@@ -21,7 +21,7 @@ from kept import RESULTS, result  # noqa: E402  # pyright: ignore[reportMissingI
 sys.path[:] = known  # a script there has the name of one of benchmarks
 
 from longshift.cluster.cluster import Cluster, Heads  # noqa: E402
-from longshift.cluster.names import cluster  # noqa: E402
+from longshift.cluster.files import cluster  # noqa: E402
 from longshift.config import Config  # noqa: E402
 from longshift.errors import UsageError  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402

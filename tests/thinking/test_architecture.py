@@ -43,6 +43,7 @@ ROOMS = (*THINKING, *DOING, *FRONT)
 NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
 OUTSIDE = {"yaml_reader": {"yaml"}, "config": {"pydantic", "typing_extensions", "yaml"}}
 OUTSIDE |= {key: {"pydantic"} for key in ("config_parts", "config_file", "starter")}
+OUTSIDE |= {"cluster": NUMPY | {"pydantic"}}  # profiles are files of other machines and versions
 # The front door answers --help and config errors before torch is imported.
 LAZY = {"longshift.api", "longshift.train_command", "longshift.cli"}
 ENVIRONMENT = {"longshift.train_command", "longshift.dist.launcher", "longshift.dist.world", "longshift.dist.ranks"}

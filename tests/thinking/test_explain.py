@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from longshift.cluster.names import cluster
+from longshift.cluster.files import cluster
 from longshift.config import Config, SwitchConfig
 from longshift.config_file import parse_config
 from longshift.errors import UsageError

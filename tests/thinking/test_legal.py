@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longshift.errors import UsageError
 from longshift.layout.layout import Layout
-from longshift.layout.legal import check, faults
+from longshift.layout.legal import faults, refuse
 from longshift.spec.model import ModelSpec
 
 SPEC = ModelSpec("llama", vocab=257, width=48, layers=5, heads=6, kv_heads=2, head_width=8, ffn=101, max_positions=128)
@@ -77,7 +77,6 @@ def test_eight_bits_want_blocks_that_no_cut_divides():
 def test_uneven_is_possible(text):
     layout = Layout.parse(text)
     assert faults(SPEC, layout, layout.world, max_tokens=10**6) == ()
-    check(SPEC, layout, layout.world)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +160,10 @@ def test_degrees_below_one_are_refused_before_any_arithmetic():
     assert faults(SPEC, Layout(zero=4), 1) == ("zero is 4: it is 0, 1, 2 or 3",)
 
 
-def test_check_lists_all_faults_at_once():
+def test_a_refusal_lists_all_faults_at_once():
+    layout = Layout.parse("tp7.pp6")
     with pytest.raises(UsageError) as caught:
-        check(SPEC, Layout.parse("tp7.pp6"), 2)
+        refuse(layout, faults(SPEC, layout, 2))
     lines = str(caught.value).splitlines()
     assert lines[0] == "layout pp6.tp7 is not possible here:"
     assert len(lines) == 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshift.cluster.names import cluster as named
+from longshift.cluster.files import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Ops

@@ -7,8 +7,8 @@ import pytest
 
 from longshift.config_file import load_config
 from longshift.errors import UsageError
+from longshift.layout.auto_layout import current_words
 from longshift.layout.layout import Layout
-from longshift.layout.old_words import current_words
 from longshift.trainer.plan_file import PlanFile
 
 CONFIG = """

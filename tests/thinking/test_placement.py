@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.legal import faults
-from longshift.layout.placement import _group_pieces, boxes_on, buckets, buckets_of, local_boxes, moving_unit, pieces_of, stages_of
+from longshift.layout.placement import boxes_on, buckets, buckets_of, local_boxes, moving_unit, stages_of
 from longshift.spec.model import ModelSpec
 
 SPECS = [
@@ -64,7 +64,7 @@ def test_shares_of_buckets(spec: ModelSpec, layout: Layout):
         assert bucket.width == max(shares)
         assert sum(shares) == bucket.elements * (1 if bucket.sharded else len(shares))
         assert bucket.home(bucket.holders[-1]) == tuple(
-            (p.name, p.rows(bucket.holders[-1]) if bucket.sharded else p.box) for p in bucket.pieces
+            (p.name, p.share(len(p.holders) - 1) if bucket.sharded else p.box) for p in bucket.pieces
         )
 
 
@@ -96,13 +96,6 @@ def test_stages_of_tied_embeddings_and_interleaved_chunks():
     layout = Layout.parse("pp2.v2")
     by_unit = {param.unit: stages_of(spec, layout, param) for param in spec.params}
     assert by_unit == {0: (0, 1), 1: (0,), 2: (0,), 3: (1,), 4: (0,), 5: (1,), 6: (1,)}
-
-
-def test_equal_holders_are_one_bucket_whichever_objects_they_are():
-    spec, layout = SPECS[1], Layout.parse("dp3.tp2")
-    pieces = [(param, piece) for param in spec.params for piece in pieces_of(spec, layout, param)]
-    copied = [(param, replace(piece, holders=(*piece.holders[:1], *piece.holders[1:]))) for param, piece in pieces]
-    assert _group_pieces(spec, layout, copied) == buckets(spec, layout)
 
 
 def test_sixteen_thousand_ranks_take_no_longer():

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshift.cluster.names import cluster
+from longshift.cluster.files import cluster
 from longshift.config import Config
 from longshift.layout.home_tiers import HomeTiers
 from longshift.step_report import layout_text

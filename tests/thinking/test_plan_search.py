@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from longshift.cluster.cluster import Disk
-from longshift.cluster.names import cluster
+from longshift.cluster.files import cluster
 from longshift.errors import UsageError
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
@@ -87,7 +87,11 @@ def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int, float8: bo
     rng = random.Random(world)
     degrees = [n for n in range(1, world + 1) if world % n == 0]
     some = [
-        Layout(*(rng.choice(degrees) for _ in range(5)), virtual=rng.choice([1, 2, 4]), order=rng.choice(["1f1b", "gpipe"]))
+        Layout(
+            **{axis: rng.choice(degrees) for axis in ("dp", "pp", "tp", "ulysses", "ring")},
+            virtual=rng.choice([1, 2, 4]),
+            order=rng.choice(["1f1b", "gpipe"]),
+        )
         for _ in range(400)
     ]
     wrong = np.logical_or.reduce(list(violations(spec, Candidates.of(some), float8).values()))

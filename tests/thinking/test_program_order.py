@@ -95,7 +95,7 @@ def random_spec(draw: random.Random) -> ModelSpec:
 
 def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
     while True:
-        layout = Layout(*draw.choice(degrees(world)), zero=draw.randint(0, 3))
+        layout = Layout(**dict(zip(("dp", "pp", "tp", "ulysses", "ring"), draw.choice(degrees(world)))), zero=draw.randint(0, 3))
         if layout.pp > 1:
             layout = replace(layout, virtual=draw.choice((1, 1, 2)), order=draw.choice(("gpipe", "1f1b")))
             layout = replace(layout, order="1f1b" if layout.virtual > 1 else layout.order)

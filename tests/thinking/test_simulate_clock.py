@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longshift.cluster import files
 from longshift.cluster.curves import Curve, SampledSizes
-from longshift.cluster.names import cluster as named
+from longshift.cluster.files import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
 from longshift.planner.candidates import Candidates

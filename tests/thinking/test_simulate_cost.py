@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.cluster import files, names, network
-from longshift.cluster.cluster import SHARES, Cluster, Heads, Link, Operation
+from longshift.cluster import files, network
+from longshift.cluster.cluster import SHARES, Cluster, Link, Operation
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
@@ -50,7 +50,7 @@ from correction import Correction, calibrate  # noqa: E402
 
 PUBLISHED = ROOT / "benchmarks" / "published.py"
 SPEC = preset("llama-3-8b")
-COST = Cost(SPEC, rates(names.cluster("64xh100")))
+COST = Cost(SPEC, rates(files.cluster("64xh100")))
 FORMULAS = FormulaCost(Sizes.of(SPEC), COST.rates)  # of another trainer
 ONE = {"tp": 1, "ulysses": 1, "ring": 1, "dp": 1, "pp": 1, "virtual": 1, "zero": 0, "recompute": 0, "micros": 8}
 ONE |= {"tokens": 8192, "pairs": 8192**2 / 2}
@@ -102,7 +102,7 @@ def test_simulate_a_measured_network_carries_what_its_constants_say(operation: O
         for level, ranks in axes.items()
     }
     links = {"node": Link(1e9, 0.0), "network": Link(1e8, 0.0)}
-    measured = replace(names.cluster("2x8xh100"), devices_per_node=4, links=links, shares=dict.fromkeys(SHARES, 1.0), curves=curves)
+    measured = replace(files.cluster("2x8xh100"), devices_per_node=4, links=links, shares=dict.fromkeys(SHARES, 1.0), curves=curves)
     for ranks, per_node in ((8, 4), (4, 2), (2, 1), (4, 4), (2, 2)):
         for size in (1e5, 1e7):
             group = operation, size, ranks, per_node
@@ -117,7 +117,7 @@ def curve_over_bytes(ranks: int, seconds: float) -> Curve:
 
 def test_simulate_groups_with_several_ranks_on_each_node_are_what_was_measured_of_such():
     curves = {"all_gather node": curve_over_bytes(2, 1.0), "all_gather network": curve_over_bytes(2, 10.0)}
-    measured = replace(names.cluster("2x4xh100"), curves={**curves, "all_gather network by 4": curve_over_bytes(8, 7.0)})
+    measured = replace(files.cluster("2x4xh100"), curves={**curves, "all_gather network by 4": curve_over_bytes(8, 7.0)})
 
     def seconds(size_bytes, ranks, per_node) -> list[float]:
         return np.asarray(network.collective_s(measured, "all_gather", size_bytes, ranks, per_node)).ravel().tolist()
@@ -254,7 +254,7 @@ EIGHT += [(SPEC.width, SPEC.ffn // 2)] * 2 + [(SPEC.ffn // 2, SPEC.width)]
 def test_simulate_rounding_to_eight_bits_is_memory_traffic():
     """Of a block, forward what each weight takes and the weight, backward the gradient of what it gives and the weight. Each element of
     these is read for the largest magnitude of its block, divided, cast, copied and multiplied."""
-    machine = names.cluster("64xa100-80")
+    machine = files.cluster("64xa100-80")
     plain, eight = (Cost(SPEC, rates(machine, name), habits(False, name, machine.device)) for name in ("bf16", "float8"))
     mesh, tokens = Mesh(2, 1, 1), 4096
     for way, elements in (
@@ -272,7 +272,7 @@ def test_simulate_rounding_to_eight_bits_is_memory_traffic():
 
 def test_simulate_codes_of_eight_bits_are_multiplied_faster_where_a_device_does():
     """By hand, of a block as above."""
-    machine, mesh, tokens = names.cluster("64xh100"), Mesh(2, 1, 1), 4096
+    machine, mesh, tokens = files.cluster("64xh100"), Mesh(2, 1, 1), 4096
     plain, eight = (Cost(SPEC, rates(machine, name), habits(False, name, machine.device)) for name in ("bf16", "float8"))
     matmuls_s = sum(float(plain.rates.matmul_s(tokens, k, n)) for k, n in EIGHT)
     coded_s = float(plain.rates.elementwise_s(2 * CODED * sum(tokens * k + k * n for k, n in EIGHT)))
@@ -290,7 +290,7 @@ def attention_s(cost: Cost, tokens: float, pairs: float, backward: bool) -> floa
 
 def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel():
     """tokens and pairs; the length that documents have then, where some of each is left to the other kernel."""
-    machine = names.cluster("64xh100")
+    machine = files.cluster("64xh100")
     own = Cost(SPEC, rates(machine), habits(False, "bf16", machine.device))
     whole = (65536, 2**31), (8192, 8192**2 * 2), (2048, 2**21)
     cut = (65536, 2**30, 32768), (65535, 65535**2 / 2, 65535), (65536, 65536 * LONG / 2, LONG)
@@ -301,7 +301,7 @@ def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel
             left = EVEN / lengths[0] if lengths else 0.0
             expected = 1.0 if (tokens, pairs) in other else REST * left + (1 - left) / gain
             assert found_s / slow_s == pytest.approx(expected)
-    assert habits(False, "bf16", names.cluster("a100-80").device).cudnn == habits(False, "float32", machine.device).cudnn == 0
+    assert habits(False, "bf16", files.cluster("a100-80").device).cudnn == habits(False, "float32", machine.device).cudnn == 0
 
 
 def test_simulate_operations_of_a_program_add_up_to_the_rate_card():
@@ -351,10 +351,9 @@ def test_simulate_matmul_flops_of_a_block():
 def test_simulate_measured_cluster_answers_from_its_curves():
     here = files.preset("cpu")
     made = rates(here, "float32")
-    alone_s = float(here.matmul_s(256, 256, 256, "float32", beyond=True))
+    alone_s = float(here.matmul_s(256, 256, 256, "float32"))
     assert float(made.matmul_s(256, 256, 256)) == pytest.approx(alone_s / OF_CPU_CURVES["hot"])
-    one = here.attention_s(256, 256, next(iter({Heads.parse(n.split()[5]) for n in here.curves if n.startswith("attention")})), "float32",
-                           causal=True, beyond=True)  # fmt: skip
+    one = here.attention_s(256, 256, here.measured_heads[0], "float32", "forward", causal=True)
     assert float(one) > 0
     assert float(made.attention_s(512, 512**2 / 2, 4, 64, False)) > float(made.attention_s(256, 256**2 / 2, 4, 64, False))
     small = Cost(preset("tiny-llama"), made)
@@ -423,7 +422,7 @@ def test_simulate_scalar_is_vector(many):
 
 @given(LAYOUTS, st.sampled_from(["device.memory_bytes_per_s", "flops", "node", "network"]), st.floats(1.0, 4.0))
 def test_simulate_faster_is_never_slower(layout, what, factor):
-    slow = names.cluster("64xh100")
+    slow = files.cluster("64xh100")
     device, links = slow.device, dict(slow.links)
     if what == "flops":
         device = replace(device, flops_per_s={name: value * factor for name, value in device.flops_per_s.items()})
@@ -544,7 +543,7 @@ def test_simulate_constants_are_named_and_fitted():
 def test_simulate_asks_for_positive_sizes_where_meshes_have_other_kinds_of_matmuls(monkeypatch: pytest.MonkeyPatch):
     """On two of four ranks matmuls of a block of tiny-llama are alike that are not on others: measured curves refuse a size of none."""
     spec, asked = preset("tiny-llama"), []
-    cost = Cost(spec, replace(rates(names.cluster("64xh100")), core_shares=(1.0, 1.0)))
+    cost = Cost(spec, replace(rates(files.cluster("64xh100")), core_shares=(1.0, 1.0)))
     matmul_s = Rates.matmul_s
     monkeypatch.setattr(Rates, "matmul_s", lambda self, *sides: (asked.append(min(map(np.min, sides))), matmul_s(self, *sides))[1])
     meshes = Mesh.of(layouts.enumerate_layouts(spec, 4).candidates)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from longshift.cluster.cluster import Cluster
-from longshift.cluster.files import save
-from longshift.cluster.host import host_facts, profile_of_host
-from longshift.cluster.names import cluster
+from longshift.cluster.files import cluster, profile_of_host, save
+from longshift.cluster.host import host_facts
 from longshift.switch.links import Links, agreed, assumed, links_of
 from longshift.switch.plan import switch_plan
 from longshift.switch.planners import deal

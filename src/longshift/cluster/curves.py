@@ -5,25 +5,19 @@ points seconds are multilinear in the logarithms, so that a curve is positive ev
 its points, and grows along an axis wherever its points do; and its points must, since more work is
 never faster (`monotone` makes noisy medians so).
 
-Beyond the points nothing was measured. A caller who wants an answer there says `beyond=True` and
-gets this: below the smallest size, its seconds (a floor); above the largest, growth with the work,
-at the rate of the last point.
+Beyond the points nothing was measured. Below the smallest size a curve gives its seconds, a floor;
+above the largest, growth with the work, at the rate of the last point.
 """
 
-from bisect import bisect_right
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from math import exp, inf, log
+from math import inf
+from typing import Any
 
 import numpy as np
 
 from longshift.errors import UsageError
-
-# What a curve is computed with, of numbers and of arrays: numpy takes ten times as long for a
-# number.
-NUMBERS = bisect_right, log, exp, min, max
-ARRAYS = partial(np.searchsorted, side="right"), np.log, np.exp, np.minimum, np.maximum
 
 
 @dataclass(frozen=True)
@@ -31,82 +25,72 @@ class SampledSizes:
     """Sizes at which seconds are known, ascending; work grows with their `power`."""
 
     name: str
-    sizes: tuple[float, ...]
+    sizes: tuple[int | float, ...]  # as they were written
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        sizes = np.asarray(self.sizes, dtype=float)
-        is_valid = sizes.size and np.all(np.isfinite(sizes)) and sizes[0] > 0
-        if not is_valid or np.any(np.diff(sizes) <= 0):
+        sizes = np.asarray([0.0, *self.sizes])
+        if len(sizes) < 2 or not np.all(np.isfinite(sizes)) or np.any(np.diff(sizes) <= 0):
             raise UsageError(
                 f"axis {self.name}: sizes {list(self.sizes)} must be positive and ascending"
             )
-        if not (np.isfinite(self.power) and self.power >= 0):
+        if not 0 <= self.power < inf:
             raise UsageError(f"axis {self.name}: work cannot grow with the power {self.power}")
 
 
 @dataclass(frozen=True)
 class Curve:
     """`seconds` at every crossing of the axes, the last axis fastest. `spread`: at each, the middle
-    half of the measurements over their median, zeros where nothing was measured. Raises UsageError
-    for values that no clock could have shown."""
+    half of the measurements over their median; empty where nothing was measured. Raises UsageError
+    for seconds that no clock could have shown."""
 
     axes: tuple[SampledSizes, ...]
     seconds: tuple[float, ...]
     spread: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        count = int(np.prod(self._shape))
-        for name, values in (("seconds", self.seconds), ("spread", self.spread or (0.0,) * count)):
-            if len(values) != count:
-                raise UsageError(
-                    f"a curve over {self._names} has {count} points, but {len(values)} {name}"
-                )
-            if not np.all(np.isfinite(values)) or min(values) < 0:
-                raise UsageError(
-                    f"a curve over {self._names}: {name} must be finite and not negative"
-                )
-        if min(self.seconds) <= 0:
-            raise UsageError(f"a curve over {self._names}: no operation takes 0 seconds")
         grid = self.grid
+        if not np.all(np.isfinite(grid)) or np.any(grid <= 0):
+            raise UsageError(f"a curve over {self._names}: seconds must be finite and positive")
         if any(np.any(np.diff(grid, axis=dim) < 0) for dim in range(grid.ndim)):
             raise UsageError(f"a curve over {self._names}: seconds fall as a size grows")
 
     @property
     def grid(self) -> np.ndarray:
         """Seconds, one dim an axis."""
-        return np.asarray(self.seconds, dtype=float).reshape(self._shape)
+        shape = tuple(len(axis.sizes) for axis in self.axes)
+        seconds = np.asarray(self.seconds, dtype=float)
+        count = np.prod(shape)
+        if seconds.size != count:
+            raise UsageError(
+                f"a curve over {self._names} has {count} points, but {seconds.size} seconds"
+            )
+        return seconds.reshape(shape)
 
     @property
     def points(self) -> list[tuple[float, ...]]:
         """Sizes of every crossing, in the order of `seconds`."""
-        return list(product(*(axis.sizes for axis in self.axes)))
+        return crossings(self.axes)
 
-    def __call__(self, *sizes: float | np.ndarray, beyond: bool = False) -> np.ndarray:
-        """Seconds at these sizes, one argument an axis, numbers or arrays that broadcast. Raises
-        UsageError outside the measured range unless `beyond`."""
-        if len(sizes) != len(self.axes):
-            raise UsageError(f"a curve over {self._names} was asked for {len(sizes)} sizes")
-        numbers = all(isinstance(size, float | int) for size in sizes)
-        if not numbers:
-            sizes = tuple(np.asarray(size, dtype=float) for size in sizes)
-        for axis, size in zip(self.axes, sizes):
-            self._check(axis, size, beyond)
-        find, log, exp, minimum, maximum = NUMBERS if numbers else ARRAYS
-        log_axes, log_seconds = self._numbers if numbers else self._arrays
+    def slower(self, times: float) -> "Curve":
+        """The curve of operations that take so many times as long."""
+        return replace(self, seconds=tuple(times * seconds for seconds in self.seconds))
 
+    def __call__(self, *sizes: float | np.ndarray) -> np.ndarray:
+        """Seconds at these sizes, one argument an axis, numbers or arrays that broadcast."""
+        log_axes, log_seconds = self._logarithms
         # A corner of the cell that holds the point: its place among `seconds`, and its weight.
-        corners = [(0, 1.0)]
+        corners: list[tuple[Any, Any]] = [(0, 1.0)]
         growth = 0.0
-        for axis, log_sizes, size in zip(self.axes, log_axes, sizes):
-            point = log(size)
+        for axis, log_sizes, size in zip(self.axes, log_axes, sizes, strict=True):
+            point = np.log(np.maximum(size, axis.sizes[0]))
             count = len(axis.sizes)
-            growth = growth + axis.power * maximum(0.0, point - log_sizes[-1])
+            growth = growth + axis.power * np.maximum(0.0, point - log_sizes[-1])
             corners = [(place * count, weight) for place, weight in corners]
             if count == 1:
                 continue
-            point = minimum(maximum(point, log_sizes[0]), log_sizes[-1])
-            low = minimum(find(log_sizes, point) - 1, count - 2)
+            point = np.minimum(point, log_sizes[-1])
+            low = np.minimum(np.searchsorted(log_sizes, point, side="right") - 1, count - 2)
             share = (point - log_sizes[low]) / (log_sizes[low + 1] - log_sizes[low])
             cell_corners = []
             for place, weight in corners:
@@ -114,37 +98,21 @@ class Curve:
                 cell_corners.append((place + low + 1, weight * share))
             corners = cell_corners
         total = sum((weight * log_seconds[place] for place, weight in corners), growth)
-        return np.asarray(exp(total))
-
-    def _check(self, axis: SampledSizes, size: float | np.ndarray, beyond: bool) -> None:
-        low = size if isinstance(size, float | int) else size.min(initial=inf)
-        high = size if isinstance(size, float | int) else size.max(initial=-inf)
-        if not low > 0:
-            raise UsageError(f"{axis.name} = {_span(low, high)}: a size is positive")
-        if not beyond and (low < axis.sizes[0] or high > axis.sizes[-1]):
-            raise UsageError(
-                f"{axis.name} = {_span(low, high)} was not measured, only"
-                f" {_number(axis.sizes[0])} to {_number(axis.sizes[-1])}; beyond=True guesses"
-            )
+        return np.asarray(np.exp(total))
 
     @cached_property
-    def _arrays(self) -> tuple[list[np.ndarray], np.ndarray]:
+    def _logarithms(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Logarithms of each axis' sizes, and of the seconds in their order."""
         return [np.log(axis.sizes) for axis in self.axes], np.log(self.seconds)
-
-    @cached_property
-    def _numbers(self) -> tuple[list[list[float]], list[float]]:
-        """As `_arrays`, in Python's numbers."""
-        log_axes, log_seconds = self._arrays
-        return [log_sizes.tolist() for log_sizes in log_axes], log_seconds.tolist()
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return tuple(len(axis.sizes) for axis in self.axes)
 
     @property
     def _names(self) -> str:
         return ", ".join(axis.name for axis in self.axes)
+
+
+def crossings(axes: tuple[SampledSizes, ...]) -> list[tuple[float, ...]]:
+    """Sizes of every crossing of the axes, the last axis fastest."""
+    return list(product(*(axis.sizes for axis in axes)))
 
 
 def monotone(seconds: np.ndarray) -> np.ndarray:
@@ -159,11 +127,3 @@ def monotone(seconds: np.ndarray) -> np.ndarray:
         upper = np.maximum.accumulate(upper, axis=dim)
         lower = np.flip(np.minimum.accumulate(np.flip(lower, dim), axis=dim), dim)
     return np.where(upper == lower, upper, np.sqrt(upper) * np.sqrt(lower))
-
-
-def _span(low: float, high: float) -> str:
-    return _number(low) if low == high else f"{_number(low)} to {_number(high)}"
-
-
-def _number(value: float) -> str:
-    return np.format_float_positional(value, trim="-")

@@ -1,57 +1,134 @@
-"""Clusters as JSON files: presets that come with Longshift, and profiles that it measured.
+"""Clusters as JSON files, and as a person names them on the command line.
 
-A profile carries the SHA-256 of its contents and the fingerprint of the hardware and software it
-was measured on. A file that is not a profile, is damaged, or is of another machine than the one
-asked for, is refused with the reason; so is one whose calibration is not of its own figures.
+    h100            one node of the preset
+    64xH100         so many devices: 8 nodes of 8; fewer than a node has are one smaller node
+    2x8xh100        nodes x devices of each x preset
+    ./here.json     what `longshift profile -o here.json` measured, as it is
+
+A word that is a preset's name is the preset; a file of the same name is `./h100`.
+
+A profile carries the SHA-256 of its contents. A file that is not a profile, or is damaged, is
+refused with the reason; so is one whose calibration is not of its own figures.
 """
 
 import hashlib
 import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longshift.cluster.cluster import (
-    LEVELS,
-    MOVED,
-    SHARES,
-    Backend,
-    Calibration,
-    Cluster,
-    Device,
-    Disk,
-    Link,
-)
-from longshift.cluster.curves import Curve, SampledSizes
+from pydantic import TypeAdapter, ValidationError
+
+from longshift.cluster.cluster import MOVED, SHARES, Cluster
+from longshift.cluster.curves import Curve
+from longshift.cluster.host import CACHE, host_facts
 from longshift.errors import UsageError, did_you_mean
+from longshift.files import rewrite
 
 FORMAT = "longshift cluster"
 VERSION = 1
+BITS = {"G": 1e9, "T": 1e12}
+PRESETS = resources.files("longshift.cluster") / "presets"
+
+
+def cluster(text: str, fabric: str | None = None) -> Cluster:
+    """The cluster of that name; `fabric`: what all network cards of a node carry together, each
+    way, such as 400G. Raises UsageError."""
+    machine = _shaped(text)
+    return machine if fabric is None else with_fabric(machine, fabric)
+
+
+def _shaped(text: str) -> Cluster:
+    counts, name = re.fullmatch(r"((?:\d+x)*)(.*)", text, re.IGNORECASE | re.DOTALL).groups()  # pyright: ignore
+    if name.lower() not in presets() and (
+        Path(text).is_file() or not re.fullmatch(r"[\w-]*", name)
+    ):
+        if counts and not Path(text).exists() and Path(name).is_file():
+            raise UsageError(f"{text}: a profile says its own nodes and devices; write {name}")
+        return load(Path(text))
+    machine = _named_preset(text, counts, name)
+    numbers = [int(count) for count in re.findall(r"\d+", counts)]
+    if not all(numbers) or len(numbers) > 2:
+        raise UsageError(
+            f"{text}: write devices, as in 64x{name}, or nodes and devices of each, as in"
+            f" 8x8x{name}; each at least 1"
+        )
+    if len(numbers) == 2:
+        nodes, per_node = numbers
+        if per_node > machine.devices_per_node:
+            raise UsageError(
+                f"{text}: a node of {name} has {machine.devices_per_node} devices; write"
+                f" {nodes * per_node}x{name}"
+            )
+        return replace(machine, nodes=nodes, devices_per_node=per_node)
+    (count,) = numbers or [machine.devices_per_node]
+    per_node = min(count, machine.devices_per_node)
+    if count % per_node:
+        near = max(1, round(count / per_node)) * per_node
+        raise UsageError(
+            f"{text}: {count} devices do not fill nodes of {per_node}; write {near}x{name}"
+        )
+    return replace(machine, nodes=count // per_node, devices_per_node=per_node)
+
+
+def _named_preset(text: str, counts: str, name: str) -> Cluster:
+    """The preset of that name. Raises UsageError that names the nearest, or all of a family such as
+    a100."""
+    names = presets()
+    if name.lower() in names:
+        return preset(name)
+    family = [member for member in names if member.startswith(f"{name.lower()}-")]
+    if name and family:
+        spellings = " or ".join(counts + member for member in family)
+        raise UsageError(f"{text}: {name} is {' or '.join(family)}; write {spellings}")
+    near = did_you_mean(name.lower(), names)
+    raise UsageError(
+        f"{text}: no preset and no file{near}; a cluster is 64xh100, 8x8xh100 or a file of"
+        " longshift profile -o"
+    )
+
+
+def with_fabric(machine: Cluster, fabric: str) -> Cluster:
+    """The cluster with another network; curves between nodes are dropped.
+
+    `fabric`: bits a second of each node, each way, shared evenly by its devices. Raises UsageError.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([GT])", fabric.strip(), re.IGNORECASE)
+    if not match or not (bits_per_s := float(match[1]) * BITS[match[2].upper()]):
+        raise UsageError(
+            f"fabric {fabric!r}: write the bits a second of a node's network cards together, as in"
+            " 400G or 3.2T"
+        )
+    if "network" not in machine.links:
+        raise UsageError(
+            f"{machine.name} was measured on one node and knows no network: leave the fabric out,"
+            " or name a preset"
+        )
+    path = "links.network.bytes_per_s"
+    per_node = machine.devices_per_node
+    link = replace(machine.links["network"], bytes_per_s=bits_per_s / 8 / per_node)
+    curves = machine.curves.items()
+    return replace(
+        machine,
+        links={**machine.links, "network": link},
+        sources={**machine.sources, path: f"given: {fabric} a node, for {per_node} devices"},
+        curves={name: curve for name, curve in curves if not name.endswith(" network")},
+    )
 
 
 def presets() -> tuple[str, ...]:
     """Names of the machines that come with Longshift."""
-    folder = resources.files("longshift.cluster") / "presets"
-    return tuple(
-        sorted(
-            file.name.removesuffix(".json")
-            for file in folder.iterdir()
-            if file.name.endswith(".json")
-        )
-    )
+    return tuple(sorted(Path(file.name).stem for file in PRESETS.iterdir()))
 
 
 def preset(name: str) -> Cluster:
-    """A machine that comes with Longshift. Raises UsageError that names the nearest."""
-    names = presets()
-    if name.lower() not in names:
-        raise UsageError(f"preset {name!r} does not exist{did_you_mean(name.lower(), names)}")
-    file = resources.files("longshift.cluster") / "presets" / f"{name.lower()}.json"
+    """A machine that comes with Longshift, one of `presets`."""
+    file = PRESETS / f"{name.lower()}.json"
     return _read(file.read_text(encoding="utf-8"), f"preset {name}")
 
 
@@ -65,9 +142,8 @@ def figures(profile: Cluster) -> str:
     return fingerprint(encode(replace(profile, calibration=None)))
 
 
-def load(path: Path, facts: Mapping[str, object] | None = None) -> Cluster:
-    """The profile in a file; with `facts`, only one of the machine that they describe. Raises
-    UsageError."""
+def load(path: Path) -> Cluster:
+    """The profile in a file. Raises UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -77,41 +153,54 @@ def load(path: Path, facts: Mapping[str, object] | None = None) -> Cluster:
         ) from None
     except (OSError, UnicodeDecodeError) as fault:
         raise UsageError(f"{path} cannot be read: {fault}") from None
-    profile = _read(text, str(path))
-    if facts is not None and fingerprint(profile.facts) != fingerprint(facts):
-        keys = [
-            key for key in {**facts, **profile.facts} if facts.get(key) != profile.facts.get(key)
-        ]
-        differences = "; ".join(
-            f"{key} {profile.facts.get(key)!r}, here {facts.get(key)!r}" for key in keys
+    return _read(text, str(path))
+
+
+def profile_of_host(
+    per_node: int,
+    nodes: int = 1,
+    kind: str | None = None,
+    cache: Path = CACHE,
+    cores: int | None = None,
+) -> Cluster | None:
+    """The profile of this machine that serves best for `nodes` of it with `per_node` ranks each;
+    None where it was not measured.
+
+    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. `cores`: as of `host_facts`.
+    Software and numbers of threads may differ from those of now: this is for what they hardly
+    change, such as links. Files that are damaged are passed over.
+    """
+    facts = host_facts(cores)
+    profiles = []
+    # In the order of their names, so that of equal ones the same is chosen each time.
+    for file in sorted((cache.expanduser() / "profiles").glob("*.json")):
+        with suppress(UsageError):
+            profiles.append(load(file))
+
+    def suitability(profile: Cluster) -> tuple[bool, ...]:
+        return (
+            profile.device.kind == "cuda",
+            profile.nodes == nodes,
+            profile.devices_per_node == per_node,
+            profile.facts.get("measured") == "full",
         )
-        raise UsageError(
-            f"{path} was measured elsewhere ({differences}); measure here with: longshift profile"
-            " --fresh"
-        )
-    return profile
+
+    of_host = [
+        profile
+        for profile in profiles
+        if facts.items() <= profile.facts.items() and kind in (None, profile.device.kind)
+    ]
+    return max(of_host, key=suitability, default=None)
 
 
 def save(profile: Cluster, path: Path) -> None:
     """Write a file that appears whole or not at all. Raises UsageError where it cannot be
     written."""
     body = encode(profile)
+    header = {"format": FORMAT, "version": VERSION, "sha256": _digest(body)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, building = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(
-                    json.dumps(
-                        {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body},
-                        indent=1,
-                    )
-                    + "\n"
-                )
-            os.replace(building, path)
-        except BaseException:
-            os.unlink(building)
-            raise
+        rewrite(path, json.dumps(header | body, indent=1) + "\n")
     except OSError as fault:
         raise UsageError(f"{path} cannot be written: {fault.strerror}") from None
 
@@ -153,9 +242,10 @@ def _read(text: str, name: str) -> Cluster:
         )
     try:
         profile = decode(document)
-    except (UsageError, KeyError, TypeError, ValueError, AttributeError) as fault:
-        raise UsageError(f"{name} is damaged: {type(fault).__name__}: {fault}") from None
-    if profile.calibration is not None and profile.calibration.fingerprint != figures(profile):
+    except (UsageError, ValueError) as fault:
+        raise UsageError(f"{name} is damaged: {fault}") from None
+    calibration = profile.calibration
+    if calibration is not None and calibration.fingerprint != figures(profile):
         raise UsageError(
             f"{name} has a calibration of other figures than its own; write it again with:"
             f" longshift calibrate RUN -o {name}"
@@ -164,32 +254,19 @@ def _read(text: str, name: str) -> Cluster:
 
 
 def decode(body: dict[str, Any]) -> Cluster:
-    """Inverse of `encode`. Raises one of several errors for what cannot be a cluster."""
-    decoders: dict[str, Callable[[Any], Any]] = {
-        "device": lambda value: Device(**value),
-        "disk": lambda value: None if value is None else Disk(**value),
-        "links": lambda value: {level: Link(**link) for level, link in value.items()},
-        "curves": decode_curves,
-        "backends": lambda value: tuple(Backend(**backend) for backend in value),
-        "calibration": Calibration.from_json,
-    }
-    values = {
-        key: decoders[key](value) if key in decoders else value for key, value in body.items()
-    }
-    profile = Cluster(**values)
+    """Inverse of `encode`. Raises UsageError or ValueError for what cannot be a cluster."""
+    try:
+        profile = TypeAdapter(Cluster).validate_python(body)
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     _check(profile)
     return profile
 
 
-def decode_curves(values: Mapping[str, dict[str, Any]]) -> dict[str, Curve]:
+def decode_curves(values: Mapping[str, Any]) -> dict[str, Curve]:
     """Curves by name, from JSON values."""
-    curves = {}
-    for name, value in values.items():
-        axes = tuple(
-            SampledSizes(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"]
-        )
-        curves[name] = Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
-    return curves
+    return TypeAdapter(dict[str, Curve]).validate_python(values)
 
 
 def constants(profile: Cluster) -> dict[str, float]:
@@ -211,25 +288,14 @@ def constants(profile: Cluster) -> dict[str, float]:
 
 def _check(profile: Cluster) -> None:
     """Raises ValueError for a cluster that cannot be."""
-
-    def is_positive(value: float) -> bool:
-        return math.isfinite(value) and value > 0
-
     numbers = constants(profile)
-    wrong = [path for path, value in numbers.items() if not is_positive(value)]
-    wrong += [f"links.{level}" for level in profile.links if level not in LEVELS]
-    wrong += [f"shares.{name}" for name in SHARES if not 0 < profile.shares.get(name, 0) <= 1]
-    for name in ("nodes", "devices_per_node"):
-        count = getattr(profile, name)
-        if not (isinstance(count, int) and count > 0):
-            wrong.append(name)
+    positive = {**numbers, "nodes": profile.nodes, "devices_per_node": profile.devices_per_node}
+    wrong = [f"shares.{name}" for name in SHARES if not 0 < profile.shares.get(name, 0) <= 1]
     if profile.calibration is not None:
-        values = {**profile.calibration.constants, "band": profile.calibration.band}
-        for name, value in values.items():
-            if name not in (*MOVED, "band") or not is_positive(value):
-                wrong.append(f"calibration.{name}")
-    if profile.origin not in ("measured", "published"):
-        wrong.append("origin")
+        positive["calibration.band"] = profile.calibration.band
+        for name, value in profile.calibration.constants.items():
+            positive[f"calibration.{name}"] = value if name in MOVED else 0.0
+    wrong += [path for path, value in positive.items() if not 0 < value < math.inf]
     if wrong:
         raise ValueError(f"impossible: {', '.join(wrong)}")
     if unsourced := sorted(set(numbers) - set(profile.sources)):

@@ -1,14 +1,9 @@
-"""What this machine's processor is, and which profile was measured on it. Reads no more than the
-operating system tells."""
+"""What this machine's processor is. Reads no more than the operating system tells."""
 
 import os
 import platform
 import sys
 from pathlib import Path
-
-from longshift.cluster.cluster import Cluster
-from longshift.cluster.files import load
-from longshift.errors import UsageError
 
 CACHE = Path("~/.cache/longshift")
 
@@ -24,46 +19,6 @@ def host_facts(cores: int | None = None) -> dict[str, str | int | float]:
     }
 
 
-def profile_of_host(
-    per_node: int,
-    nodes: int = 1,
-    kind: str | None = None,
-    cache: Path = CACHE,
-    cores: int | None = None,
-) -> Cluster | None:
-    """The profile of this machine that serves best for `nodes` of it with `per_node` ranks each;
-    None where it was not measured.
-
-    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. `cores`: as of `host_facts`.
-    Software and
-    numbers of threads may differ from those of now: this is for what they hardly change, such as
-    links. Files that are damaged are passed over.
-    """
-    facts = host_facts(cores)
-    best_profile = None
-    best_rank: tuple = ()
-    for file in sorted((cache.expanduser() / "profiles").glob("*.json")):
-        try:
-            profile = load(file)
-        except UsageError:
-            continue
-        is_here = all(profile.facts.get(name) == value for name, value in facts.items())
-        if not is_here or kind not in (None, profile.device.kind):
-            continue
-        # The name makes the choice the same whatever the order of the files.
-        rank = (
-            profile.device.kind == "cuda",
-            profile.nodes == nodes,
-            profile.devices_per_node == per_node,
-            profile.facts.get("measured") == "full",
-            file.name,
-        )
-        if rank > best_rank:
-            best_profile = profile
-            best_rank = rank
-    return best_profile
-
-
 def has_gpu() -> bool:
     """Whether this machine shows an NVIDIA GPU's driver."""
     return Path("/proc/driver/nvidia/version").exists()
@@ -71,15 +26,8 @@ def has_gpu() -> bool:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.split(":", 1)[1].strip()
-            for line in info.read_text().splitlines()
-            if "model name" in line
-        ]
-        if info.exists()
-        else []
-    )
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
     return names[0] if names else platform.processor() or platform.machine()
 
 

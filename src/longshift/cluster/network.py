@@ -69,10 +69,9 @@ class Fabric:
 NO_LINK = Link(float("inf"), 0.0)  # of one device: nothing travels
 
 
-def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
-    """The fabric of a cluster's constants; `node` and `network` are shares of what its links reach.
-    A single device was measured without links to others, and needs none. Raises UsageError for
-    several without."""
+def fabric(cluster: Cluster) -> Fabric:
+    """The fabric of a cluster's constants. A single device was measured without links to others,
+    and needs none. Raises UsageError for several without."""
     if "node" not in cluster.links and cluster.devices > 1:
         raise UsageError(
             f"{cluster.name} was measured on one device and knows no links between devices: name a"
@@ -80,16 +79,12 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
         )
     inside = cluster.links.get("node", NO_LINK)
     between = cluster.links.get("network", inside)
-    between_share = (
-        cluster.shares["network link"]
-        if "network" in cluster.links
-        else cluster.shares["node link"]
-    )
+    between_level = "network" if "network" in cluster.links else "node"
     return Fabric(
         cluster.devices_per_node,
-        inside.bytes_per_s * cluster.shares["node link"] * node,
+        inside.bytes_per_s * cluster.shares["node link"],
         inside.latency_s,
-        between.bytes_per_s * between_share * network,
+        between.bytes_per_s * cluster.shares[f"{between_level} link"],
         between.latency_s,
     )
 
@@ -127,15 +122,15 @@ def collective_s(
         network_bytes = size_bytes / inside
 
     # 2. A group over nodes takes the longer of the two, or what a group like it was measured with.
-    seconds = node_curve(np.maximum(node_ranks, 2), node_bytes, beyond=True)
+    seconds = node_curve(np.maximum(node_ranks, 2), node_bytes)
     is_over_nodes = inside < ranks
     if network_curve is not None:
-        network_s = network_curve(np.maximum(network_ranks, 2), network_bytes, beyond=True)
+        network_s = network_curve(np.maximum(network_ranks, 2), network_bytes)
         seconds = np.where(is_over_nodes, np.maximum(seconds, network_s), seconds)
-        for count, curve in cluster.over_nodes(operation):
+        for count, curve in cluster.over_nodes[operation].items():
             is_like_it = (inside == count) & is_over_nodes
             if np.any(is_like_it):
-                group_s = curve(np.maximum(ranks, 2), size_bytes, beyond=True)
+                group_s = curve(np.maximum(ranks, 2), size_bytes)
                 seconds = np.where(is_like_it, group_s, seconds)
     elif "network" in cluster.links:
         seconds = np.where(is_over_nodes, np.maximum(seconds, by_constants), seconds)

@@ -44,11 +44,11 @@ closest together.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise, product
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, InitVar, dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
-from longshift.errors import UsageError, did_you_mean, nearest, shown
+from longshift.errors import UsageError, nearest, shown
 from longshift.layout import axes
 from longshift.layout.axes import Axis, Degrees
 from longshift.other_tools import layout_hint
@@ -67,19 +67,6 @@ Schedule = Literal["stream", "fpdt"]
 
 # Fields of words with a number, besides the axes.
 _NUMBERS = {"z": "zero", "v": "virtual", "every": "every", "keep": "kept_blocks"}
-# Policies in the order in which they are written, after the axes.
-_POLICIES = (
-    "virtual",
-    "order",
-    "recompute",
-    "kept_blocks",
-    "zero",
-    "chunk",
-    "every",
-    "offload",
-    "kv",
-    "schedule",
-)
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
@@ -110,21 +97,14 @@ class Coord:
     pp: int = 0
     extra: tuple[tuple[str, int], ...] = ()
 
-    @classmethod
-    def of(cls, places: Mapping[str, int]) -> "Coord":
-        """From the position along every axis, by name."""
-        by_field = {name: place for name, place in places.items() if hasattr(cls, name)}
-        extra = tuple(item for item in places.items() if item[0] not in by_field)
-        return cls(**by_field, extra=extra)
-
     def along(self, axis: str) -> int:
         """The position along one axis."""
-        return getattr(self, axis) if hasattr(self, axis) else dict(self.extra)[axis]
+        return getattr(self, axis) if axis in _AXIS_FIELDS else dict(self.extra)[axis]
 
 
 @dataclass(frozen=True)
 class Layout(Degrees[int]):
-    """Degrees and policies of one way to compute.
+    """Degrees and policies of one way to compute: Layout("dp2.tp2"), or Layout(dp=2, tp=2).
 
     `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages`
     blocks in each of the `pp * virtual` virtual stages, nearly equal when empty; `recompute` none,
@@ -138,66 +118,47 @@ class Layout(Degrees[int]):
     full or in chunks; `kv` and `schedule` of a chunked one: see `schedule.chunks`; `every`: see
     `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`: degrees of axes
     without a field, by name.
+
+    Raises UsageError for text that is no layout, and for text with other fields beside it.
     """
 
+    text: InitVar[str] = "dp1"
+    _: KW_ONLY
     dp: int = 1
     pp: int = 1
     tp: int = 1
     ulysses: int = 1
     ring: int = 1
-    zero: int = 0
+    # Policies, in the order in which they are written.
     virtual: int = 1
     order: Order = "1f1b"
     recompute: Recompute = "none"
-    stages: tuple[int, ...] = ()
+    kept_blocks: int = 0
+    zero: int = 0
     chunk: int = 0
+    every: int = 0
     offload: Tier = "device"
     kv: Where = "device"
     schedule: Schedule = "stream"
-    every: int = 0
-    kept_blocks: int = 0
+    # Written with pp, and with their axes.
+    stages: tuple[int, ...] = ()
     extra: tuple[tuple[str, int], ...] = ()
 
-    if TYPE_CHECKING:  # what dataclass makes, and the text form
-
-        def __init__(
-            self,
-            dp: int | str = 1,
-            pp: int = 1,
-            tp: int = 1,
-            ulysses: int = 1,
-            ring: int = 1,
-            zero: int = 0,
-            virtual: int = 1,
-            order: Order = "1f1b",
-            recompute: Recompute = "none",
-            stages: tuple[int, ...] = (),
-            chunk: int = 0,
-            offload: Tier = "device",
-            kv: Where = "device",
-            schedule: Schedule = "stream",
-            every: int = 0,
-            kept_blocks: int = 0,
-            extra: tuple[tuple[str, int], ...] = (),
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        """Layout("dp2.tp2") is Layout.parse("dp2.tp2"). Raises UsageError for anything else that is
-        no number of replicas."""
-        if isinstance(self.dp, str):
-            # The text is the first argument; any other one would contradict it.
-            if any(getattr(self, field.name) != field.default for field in fields(self)[1:]):
-                raise UsageError(
-                    f"Layout({self.dp!r}, ...): the text is the whole layout; write what else there"
-                    " is as words of it",
-                )
-            for name, value in vars(Layout.parse(self.dp)).items():
-                object.__setattr__(self, name, value)
-        elif not isinstance(self.dp, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+    def __post_init__(self, text: str) -> None:
+        if text == "dp1":
+            return
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
-                f"Layout({self.dp!r}): a layout is read from text, as in Layout('dp2.tp2'), or"
+                f"Layout({text!r}): a layout is read from text, as in Layout('dp2.tp2'), or"
                 " built, as in Layout(dp=2, tp=2)",
             )
+        if any(getattr(self, field.name) != field.default for field in fields(self)):
+            raise UsageError(
+                f"Layout({text!r}, ...): the text is the whole layout; write what else there"
+                " is as words of it",
+            )
+        for name, value in vars(Layout.parse(text)).items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -254,16 +215,17 @@ class Layout(Degrees[int]):
 
         numbers = {field: word for word, field in _NUMBERS.items()}
         flags = {setting: word for word, setting in _FLAGS.items()}
-        for field in _POLICIES:
-            value = getattr(self, field)
-            if value == getattr(Layout, field):
+        for field in fields(self):
+            name = field.name
+            value = getattr(self, name)
+            if value == field.default or name in _AXIS_FIELDS or name in ("stages", "extra"):
                 continue
-            if field == "chunk":
+            if name == "chunk":
                 words.append("chunk-auto" if value == AUTO else f"chunk{format_size(value)}")
-            elif field in numbers:
-                words.append(f"{numbers[field]}{value}")
+            elif name in numbers:
+                words.append(f"{numbers[name]}{value}")
             else:
-                words.append(flags[field, value])
+                words.append(flags[name, value])
         return ".".join(words) or "dp1"
 
     @property
@@ -292,13 +254,8 @@ class Layout(Degrees[int]):
         return self.ranks_along(axes.neighbor_axes())
 
     def degree(self, axis: str) -> int:
-        """The degree of an axis, by its name. Raises UsageError for a name that is no axis's."""
-        # Rank arithmetic asks this for every rank, so a name is checked only where it is unusual.
-        if axis in _AXIS_FIELDS:
-            return getattr(self, axis)
-        if axis not in axes.names():
-            raise UsageError(f"{axis!r} is not an axis{did_you_mean(axis, axes.names())}")
-        return dict(self.extra).get(axis, 1)
+        """The degree of an axis, by its name."""
+        return getattr(self, axis) if axis in _AXIS_FIELDS else dict(self.extra).get(axis, 1)
 
     def coord(self, rank: int) -> Coord:
         """Where a rank stands. Raises UsageError outside the layout's world."""
@@ -309,7 +266,8 @@ class Layout(Degrees[int]):
         places = {}
         for axis in axes.names():  # the first varies fastest over ranks
             rank, places[axis] = divmod(rank, self.degree(axis))
-        return Coord.of(places)
+        extra = {axis: places.pop(axis) for axis in axes.names() if axis not in _AXIS_FIELDS}
+        return Coord(**places, extra=tuple(extra.items()))
 
     def rank(self, coord: Coord) -> int:
         """Inverse of `coord`."""
@@ -325,27 +283,19 @@ class Layout(Degrees[int]):
     def ranks(self, *along: str, of: int) -> tuple[int, ...]:
         """The ranks that differ from rank `of` along these axes only, ascending;
         `of` among them."""
-        for axis in along:
-            self.degree(axis)
-        coord = self.coord(of)
-        slowest_first = axes.names()[::-1]
-        ranges = []
-        for axis in slowest_first:
-            place = coord.along(axis)
-            ranges.append(range(self.degree(axis)) if axis in along else (place,))
-        coords = [Coord.of(dict(zip(slowest_first, places))) for places in product(*ranges)]
-        return tuple(map(self.rank, coords))
+        ranks = [0]
+        stride = 1
+        for axis in axes.names():  # the first varies fastest over ranks
+            degree = self.degree(axis)
+            places = range(degree) if axis in along else [of // stride % degree]
+            ranks = [stride * place + rank for place in places for rank in ranks]
+            stride *= degree
+        return tuple(ranks)
 
     def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
         """All such groups; they partition the world."""
-        for axis in along:
-            self.degree(axis)
-        # The ranks of a group differ along these axes, and stand at one place along the rest.
-        fixed = [axis for axis in axes.AXES if axis.name not in along]
-        groups: dict[int, list[int]] = {}
-        for rank in range(self.world):
-            groups.setdefault(self.place(self.coord(rank), fixed), []).append(rank)
-        return tuple(tuple(group) for group in groups.values())
+        groups = (self.ranks(*along, of=rank) for rank in range(self.world))
+        return tuple(dict.fromkeys(groups))
 
     def layers_of(self, layers: int) -> tuple[tuple[int, int], ...]:
         """Half-open block range of every virtual stage, in model order.

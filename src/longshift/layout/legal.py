@@ -6,6 +6,7 @@ pieces, some ranks taking one more. What is refused leaves a rank without any, c
 or asks the model for something it does not compute.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -63,18 +64,6 @@ def faults(
     )
 
 
-def check(
-    spec: ModelSpec,
-    layout: Layout,
-    world: int | None,
-    max_tokens: int | None = None,
-    pack_tokens: int | None = None,
-    float8: bool = False,
-) -> None:
-    """Raise UsageError with all faults, if any."""
-    refuse(layout, faults(spec, layout, world, max_tokens, pack_tokens, float8))
-
-
 def refuse(layout: Layout, reasons: Sequence[str]) -> None:
     """Raise UsageError with reasons why a layout is not possible, if there are any."""
     if reasons:
@@ -125,12 +114,9 @@ def nearest_layouts(layout: Layout, world: int) -> list[Layout]:
 
     def change(degrees: tuple[int, ...]) -> tuple[float, int]:
         # In doublings; of equal ones that which changes dp alone.
-        doublings = 0.0
-        num_changed = 0
-        for name, degree in zip(names, degrees):
-            doublings += abs(log2(degree / layout.degree(name)))
-            num_changed += name != "dp" and degree != layout.degree(name)
-        return doublings, num_changed
+        changes = {name: log2(new / layout.degree(name)) for name, new in zip(names, degrees)}
+        doublings = sum(abs(changes[name]) for name in names)
+        return doublings, sum(changes[name] != 0 for name in names if name != "dp")
 
     layouts = []
     for degrees in sorted(_factors(world, len(names)), key=change):
@@ -212,14 +198,10 @@ def cut_inside_a_block(spec: ModelSpec, tp: int) -> str | None:
             continue
         checked.add(key)
         size = param.shape[dim]
-        total = 0
-        for coord in coords:
-            for box in local_boxes(param, layout, coord):
-                total += box.shape[dim]
-                for edge in (box.start[dim], box.stop[dim]):
-                    if edge % BLOCK and edge != size:
-                        return param.name
-        if total > size:
+        boxes = [box for coord in coords for box in local_boxes(param, layout, coord)]
+        edges = [edge for box in boxes for edge in (box.start[dim], box.stop[dim])]
+        is_cut = any(edge % BLOCK and edge != size for edge in edges)
+        if is_cut or sum(box.shape[dim] for box in boxes) > size:
             return param.name
     return None
 
@@ -308,12 +290,7 @@ def _streaming_faults(layout: Layout) -> Iterator[str]:
     the rest."""
     yield from _kept_block_faults(layout)
     if not layout.chunk:
-        needs_chunk = {
-            "kv-offload": layout.kv == "offload",
-            "fpdt": layout.schedule == "fpdt",
-            f"every{layout.every}": layout.every > 0,
-        }
-        words = [word for word, is_there in needs_chunk.items() if is_there]
+        words = re.findall(r"every\d+|kv-offload|fpdt", str(layout))
         if words:
             yield (
                 f"{' and '.join(words)} is said of a layout in chunks, and this one has none: add"

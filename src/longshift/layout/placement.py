@@ -18,6 +18,8 @@ from them:
                                        │r0r2│r1r3│              ├────┼────┤
                                        └────┴────┘              │r2  │r3  │
                                                                 └────┴────┘
+
+The heads of attention that a rank has follow from the same cuts.
 """
 
 from bisect import bisect_left
@@ -40,13 +42,9 @@ class Piece:
     box: Box
     holders: tuple[int, ...]
 
-    def rows(self, rank: int) -> Box:
-        """The part of the piece whose home is `rank` when home is sharded; empty when there are
-        fewer rows than holders."""
-        return self.share(bisect_left(self.holders, rank))
-
     def share(self, index: int) -> Box:
-        """The rows whose home is the `index`-th holder when home is sharded."""
+        """The rows whose home is the `index`-th holder when home is sharded; empty when there are
+        fewer rows than holders."""
         start, stop = share(self.box.shape[0], len(self.holders), index)
         return self.box.cut(0, self.box.start[0] + start, self.box.start[0] + stop)
 
@@ -78,17 +76,9 @@ class Bucket:
             (piece.name, piece.share(index) if self.sharded else piece.box) for piece in self.pieces
         )
 
-    @cached_property
-    def _share_cache(self) -> dict[int, int]:
-        """Elements of `kept`, by index of the holder."""
-        return {}
-
     def kept(self, rank: int) -> int:
         """How many elements a holder keeps at home."""
-        index = bisect_left(self.holders, rank)
-        if index not in self._share_cache:
-            self._share_cache[index] = self._share_elements(index)
-        return self._share_cache[index]
+        return self._share_elements(bisect_left(self.holders, rank))
 
     def _share_elements(self, index: int) -> int:
         if not self.sharded:
@@ -221,17 +211,11 @@ def _group_pieces(
     pieces: Iterable[tuple[Param, Piece]],
 ) -> tuple[Bucket, ...]:
     """Buckets of pieces, by unit, holders, and whether they are trained."""
-    # Holders are told apart by a number, which is looked up once for each object: hashing thousands
-    # of ranks for every piece takes longer than all else. The sorted list keeps the objects alive.
-    numbers: dict[tuple[int, ...], int] = {}
-    number_of_object: dict[int, int] = {}
+    # Equal holders are one object of `_holders`: hashing thousands of ranks for every piece takes
+    # longer than all else.
     groups: dict[tuple[int, int, bool], list[Piece]] = {}
-    ordered = sorted(pieces, key=lambda pair: not pair[0].decay)
-    for param, piece in ordered:
-        key = id(piece.holders)
-        if key not in number_of_object:
-            number_of_object[key] = numbers.setdefault(piece.holders, len(numbers))
-        group = moving_unit(spec, param), number_of_object[key], param.frozen
+    for param, piece in sorted(pieces, key=lambda pair: not pair[0].decay):
+        group = moving_unit(spec, param), id(piece.holders), param.frozen
         groups.setdefault(group, []).append(piece)
 
     buckets = []
@@ -253,13 +237,10 @@ def boxes_on(
     takes does not depend on the number of ranks."""
     coord = layout.coord(rank)
     units: dict[int, dict[str, tuple[Box, ...]]] = {}
-    cache: dict[tuple, tuple[Box, ...]] = {}  # weights of equal sizes have the same boxes
     for param in spec.params:
         if coord.pp in stages_of(spec, layout, param):
-            key = param.shape, param.dim, param.parts
-            if key not in cache:
-                cache[key] = local_boxes(param, layout, coord)
-            units.setdefault(moving_unit(spec, param), {})[param.name] = cache[key]
+            boxes = local_boxes(param, layout, coord)
+            units.setdefault(moving_unit(spec, param), {})[param.name] = boxes
     return dict(sorted(units.items()))
 
 
@@ -316,3 +297,40 @@ def _holders(layout: Layout, pps: tuple[int, ...], cuts: tuple[int, ...]) -> tup
             first = weight_ranks * (copy + num_copies * pp)
             ranks += [first + cut for cut in cuts]
     return tuple(sorted(ranks))
+
+
+def tensor_heads(spec: ModelSpec, layout: Layout, coord: Coord) -> tuple[range, range]:
+    """Query and key/value heads of a rank's cut of the weights."""
+    ranks = layout.weight_ranks
+    index = layout.place(coord, axes.weight_axes())
+    first, last = share(spec.heads, ranks, index)
+    first_kv, last_kv = Part(spec.kv_heads, heads=spec.heads).rows(ranks, index)
+    return range(first, last), range(first_kv, last_kv)
+
+
+def heads_of(heads: range, group_size: int, ranks: int, index: int) -> tuple[range, range]:
+    """Query heads, of `heads`, that the `index`-th of `ranks` attends with, and the key/value heads
+    that those need."""
+    first, last = share(len(heads), ranks, index)
+    queries = heads[first:last]
+    return queries, range(queries.start // group_size, -(-queries.stop // group_size))
+
+
+def kernel_kv_heads(queries: range, keys: range, group_size: int) -> int:
+    """How many key/value heads a kernel gets: those of `keys`, or one per query head if `queries`
+    are not divided evenly over them."""
+    queries_per_key, remainder = divmod(len(queries), len(keys))
+    is_even = not remainder and all(
+        head // group_size - keys.start == index // queries_per_key
+        for index, head in enumerate(queries)
+    )
+    return len(keys) if is_even else len(queries)
+
+
+def rank_heads(spec: ModelSpec, layout: Layout, coord: Coord) -> tuple[int, int]:
+    """How many query and key/value heads a rank attends with, after Ulysses' exchange."""
+    queries, keys = tensor_heads(spec, layout, coord)
+    group_size = spec.heads // spec.kv_heads
+    if layout.ulysses > 1:
+        queries, keys = heads_of(queries, group_size, layout.ulysses, coord.ulysses)
+    return len(queries), kernel_kv_heads(queries, keys, group_size)

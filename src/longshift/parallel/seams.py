@@ -4,8 +4,8 @@ that it changes."""
 from longshift.dist.collectives import Group
 from longshift.dist.world import World
 from longshift.layout import axes
-from longshift.layout.heads import tensor_heads
 from longshift.layout.layout import Layout
+from longshift.layout.placement import tensor_heads
 from longshift.model.decoder import Ops
 from longshift.model.kernels import Kernel
 from longshift.spec.model import ModelSpec, share

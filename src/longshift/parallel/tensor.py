@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.dist.collectives import GatherTokens, Group, ScatterTokens
-from longshift.model.functions import WRITTEN_OUT, Elementwise
+from longshift.model.functions import Elementwise
 from longshift.model.loss import CrossEntropySum
-from longshift.model.token_loss import CheckedLoss, TokenLossSum
+from longshift.model.token_loss import TokenLossSum
 from longshift.parallel.seams import LayoutOps
 from longshift.spec.model import share
 
@@ -38,70 +38,47 @@ class TensorSeams(LayoutOps):
         return self.groups["tp"]
 
     def enter(self, x: Tensor) -> Tensor:
-        return enter(x, self.tensor_group)
+        """All tokens from each rank's share, [T/t, D] -> [T, D]; backward: reduce-scatter."""
+        return GatherTokens.apply(x, self.tensor_group)  # pyright: ignore[reportReturnType]
 
     def leave(self, x: Tensor) -> Tensor:
-        return leave(x, self.tensor_group)
+        """Each rank's share of the sum of partial sums, [T, D] -> [T/t, D]; backward:
+        all-gather."""
+        return ScatterTokens.apply(x, self.tensor_group)  # pyright: ignore[reportReturnType]
 
     def all_sum(self, x: Tensor) -> Tensor:
         return self.tensor_group.all_reduce(x)
 
     def embed(self, weight_VD: Tensor, tokens_T: Tensor) -> Tensor:
-        return embed(weight_VD, tokens_T, self.vocab_first, self.tensor_group)
+        """This rank's share [T/t, D] of the embeddings, of which it holds rows of the
+        vocabulary."""
+        # Tokens of other ranks' rows add nothing to the sum over the group.
+        first = self.vocab_first
+        is_local = (tokens_T >= first) & (tokens_T < first + weight_VD.shape[0])
+        rows_TD = F.embedding(torch.where(is_local, tokens_T - first, 0), weight_VD)
+        return self.leave(rows_TD * is_local.unsqueeze(-1))
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
-        if self.token_loss is not None:
-            return token_loss_sum(
-                logits_TV, labels_T, self.token_loss, self.spec.vocab, self.tensor_group
+        """Sum of the losses over a head cut by vocabulary; the same number on every rank of the
+        group. Of a loss of the user's own every rank computes the whole rows, and takes the
+        gradient of its columns."""
+        group = self.tensor_group
+        if self.token_loss is None:
+            return CrossEntropySum.apply(  # pyright: ignore[reportReturnType]
+                logits_TV, labels_T, self.vocab_first, self._all_max, group.all_reduce, by
             )
-        return loss(logits_TV, labels_T, self.vocab_first, self.tensor_group, by)
+        vocab = self.spec.vocab
+        first, stop = share(vocab, group.size, group.index)
+        return TokenLossSum.apply(  # pyright: ignore[reportReturnType]
+            logits_TV,
+            labels_T,
+            self.token_loss,
+            lambda rank_logits: gather_columns(rank_logits, vocab, group),
+            lambda grad: grad[:, first:stop].contiguous(),  # a view would keep all columns
+        )
 
-
-def enter(x: Tensor, group: Group) -> Tensor:
-    """All tokens from each rank's share, [T/t, D] -> [T, D]; backward: reduce-scatter."""
-    return GatherTokens.apply(x, group)  # pyright: ignore[reportReturnType]
-
-
-def leave(x: Tensor, group: Group) -> Tensor:
-    """Each rank's share of the sum of partial sums, [T, D] -> [T/t, D]; backward: all-gather."""
-    return ScatterTokens.apply(x, group)  # pyright: ignore[reportReturnType]
-
-
-def embed(weight: Tensor, tokens_T: Tensor, first: int, group: Group) -> Tensor:
-    """This rank's share [T/t, D] of the embeddings; it holds vocabulary rows
-    [first, first + len(weight))."""
-    # Tokens of other ranks' rows add nothing to the sum over the group.
-    is_local = (tokens_T >= first) & (tokens_T < first + weight.shape[0])
-    rows = F.embedding(torch.where(is_local, tokens_T - first, 0), weight)
-    return leave(rows * is_local.unsqueeze(-1), group)
-
-
-def loss(
-    logits: Tensor, labels_T: Tensor, first: int, group: Group, by: Elementwise = WRITTEN_OUT
-) -> Tensor:
-    """Sum of cross-entropies over a head cut by vocabulary;
-    the same number on every rank of the group."""
-
-    def all_max(x: Tensor) -> Tensor:
-        return group.all_reduce(x, dist.ReduceOp.MAX)
-
-    return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce, by)  # pyright: ignore
-
-
-def token_loss_sum(
-    logits: Tensor, labels_T: Tensor, function: CheckedLoss, vocab: int, group: Group
-) -> Tensor:
-    """Sum of a token loss over a head cut by vocabulary. Every rank computes the whole rows, and
-    takes the gradient of its columns."""
-    first, stop = share(vocab, group.size, group.index)
-
-    def whole(logits_TV: Tensor) -> Tensor:
-        return gather_columns(logits_TV, vocab, group)
-
-    def own(grad_TV: Tensor) -> Tensor:
-        return grad_TV[:, first:stop].contiguous()  # a view would keep all columns
-
-    return TokenLossSum.apply(logits, labels_T, function, whole, own)  # pyright: ignore
+    def _all_max(self, x: Tensor) -> Tensor:
+        return self.tensor_group.all_reduce(x, dist.ReduceOp.MAX)
 
 
 def gather_columns(x: Tensor, total: int, group: Group) -> Tensor:

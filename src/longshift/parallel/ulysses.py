@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from longshift.dist.collectives import Group
-from longshift.layout.heads import heads_of
+from longshift.layout.placement import heads_of
 from longshift.model.attention import match_heads
 from longshift.parallel.seams import LayoutOps
 from longshift.spec.model import share
@@ -54,7 +54,9 @@ class UlyssesSeams(LayoutOps):
         return q_TnH, k_TkH, v_TkH
 
     def to_tokens(self, o_TnH: Tensor) -> Tensor:
-        return to_tokens(o_TnH, self.heads, self.groups["ulysses"])
+        group = self.groups["ulysses"]
+        spans = [share(len(self.heads), group.size, index) for index in range(group.size)]
+        return ToTokens.apply(o_TnH, [stop - first for first, stop in spans], group)  # pyright: ignore
 
 
 class HeadSlices(NamedTuple):
@@ -95,15 +97,6 @@ def to_heads(
             )
         )
     return ToHeads.apply(q_tNH, k_tKH, v_tKH, slices_by_rank, group)  # pyright: ignore
-
-
-def to_tokens(o_TnH: Tensor, heads: range, group: Group) -> Tensor:
-    """Return o [t, N, H]: this rank's tokens, all heads. `heads`: as in `to_heads`."""
-    head_counts = []
-    for index in range(group.size):
-        first, last = share(len(heads), group.size, index)
-        head_counts.append(last - first)
-    return ToTokens.apply(o_TnH, head_counts, group)  # pyright: ignore
 
 
 class ToHeads(torch.autograd.Function):

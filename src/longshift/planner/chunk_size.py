@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longshift.cluster.cluster import Cluster, Heads, attention_flops
+from longshift.cluster.cluster import Cluster, Heads
 from longshift.layout import legal
-from longshift.layout.heads import rank_heads
 from longshift.layout.layout import Layout
+from longshift.layout.placement import rank_heads
 from longshift.simulate.chunk_clock import ChunkClock
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
 from longshift.spec.model import ModelSpec
+from longshift.weigh.recorder import AttentionCall
 
 SMALLEST = 256  # tokens
 MAX_SIMULATED = 32  # chunks
@@ -144,18 +145,7 @@ def _attention_rate(spec: ModelSpec, layout: Layout, tokens: int, machine: Machi
     """FLOP/s of attention of a chunk to a chunk, forward and backward."""
     query_heads, kv_heads = rank_heads(spec, layout, layout.coord(0))
     heads = Heads(query_heads, kv_heads, spec.head_width)
-    queries = tokens / layout.two_ended_ranks
-    flops = seconds = 0.0
-    for direction in DIRECTIONS:
-        flops += float(attention_flops(queries, tokens, heads, direction, causal=False))
-        seconds += float(
-            machine.cluster.attention_s(
-                queries,
-                tokens,
-                heads,
-                machine.dtype,
-                direction,
-                beyond=True,
-            )
-        )
-    return flops / seconds
+    rows = tokens // layout.two_ended_ranks
+    cost = Cost(spec, rates(machine.cluster, machine.dtype))
+    calls = [AttentionCall(back, rows, tokens, rows * tokens, heads) for back in (False, True)]
+    return sum(call.flops for call in calls) / sum(map(cost.piece_s, calls))

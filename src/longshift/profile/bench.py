@@ -9,21 +9,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
+from torch.distributed import ReduceOp
 
-from longshift.cluster.curves import Curve, SampledSizes, monotone
+from longshift.cluster.curves import Curve, SampledSizes, crossings, monotone
+from longshift.dist.world import World
 
 FEWEST = 3  # rounds
 MOST = 15  # rounds
-# After so many seconds a family has fewer rounds than FEWEST, or none after its warm-up: others run
-# on the cores.
+# A family that would take longer has fewer rounds than FEWEST, or none after its warm-up: others
+# run on the cores.
 LATEST_S = 10.0
-# An operation that takes this many seconds is warm after its first run: what is made once takes
-# less.
-WARM_S = 0.5
 SHORT_S = 2e-3  # operations that are shorter are repeated inside one timing
 # The same where cores are shared or capped: several periods of the kernel's scheduler, to see what
 # is sustained.
@@ -42,79 +40,84 @@ class Plan:
     axes: tuple[SampledSizes, ...]
     prepare: Callable[..., Run]
 
-    @property
-    def points(self) -> list[tuple[float, ...]]:
-        """Sizes of every point, as in `Curve.points`."""
-        return list(product(*(axis.sizes for axis in self.axes)))
-
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how thoroughly. `least_s`: of one timing, where FEWEST rounds fit into the
-    budget."""
+    """Where and how thoroughly. `least_s`: of one timing, where FEWEST rounds fit into the budget.
+    `world`: ranks that run every operation together, begun at one time; it takes as long as on the
+    slowest."""
 
     device: torch.device
     quick: bool
     least_s: float = SHORT_S
+    world: World | None = None
 
     def curves(self, plans: Mapping[str, Plan], budget_s: float) -> dict[str, Curve]:
         """Measure a family in about `budget_s`, preparation aside."""
         runs = []
         for plan in plans.values():
-            for sizes in plan.points:
+            for sizes in crossings(plan.axes):
                 runs.append(plan.prepare(*sizes))
         samples = iter(self.seconds(runs, budget_s))
 
         curves = {}
         for name, plan in plans.items():
-            curves[name] = curve_of(plan.axes, [next(samples) for _ in plan.points])
+            curves[name] = curve_of(plan.axes, [next(samples) for _ in crossings(plan.axes)])
         return curves
 
     def seconds(self, runs: Sequence[Run], budget_s: float) -> list[list[float]]:
         """For each operation its seconds in every round."""
-        # 1. Warm each up. An operation that takes long needs no second time for that.
-        least_s = max(SHORT_S, min(self.least_s, budget_s / (FEWEST * len(runs))))
-        repeats = []
+        # 1. Warm each up, and see how long it takes.
         warm_s = []
         begin_s = time.perf_counter()
         for run in runs:
-            run_s = self._time(run, 1)
-            if run_s < WARM_S:
-                run_s = self._time(run, 1)
-            warm_s.append(run_s)
-            repeats.append(max(1, math.ceil(least_s / max(1e-9, run_s))))
-        if time.perf_counter() - begin_s > max(budget_s, LATEST_S):
+            self.time(run, 1)
+            warm_s.append(self.time(run, 1))
+        *warm_s, warming_s = self.slowest([*warm_s, time.perf_counter() - begin_s])
+        if warming_s > max(budget_s, LATEST_S):
             return [[run_s] for run_s in warm_s]
 
-        # 2. Rounds, as many as the budget has time for.
-        samples: list[list[float]] = [[] for _ in runs]
-        begin_s = time.perf_counter()
-        for round_number in range(MOST):
-            if round_number > 0:
-                # One more round takes as long as those before.
-                expected_s = (time.perf_counter() - begin_s) * (round_number + 1) / round_number
-                if expected_s >= (budget_s if round_number >= FEWEST else max(budget_s, LATEST_S)):
-                    break
-            for run, count, run_samples in zip(runs, repeats, samples):
-                run_samples.append(self._time(run, count))
-        return samples
+        # 2. How often each is repeated inside one timing, and how long a round takes then. Where
+        #    ranks wait for one another, warming took longer than the sum of its seconds.
+        least_s = max(SHORT_S, min(self.least_s, budget_s / (FEWEST * len(runs))))
+        repeats = [max(1, math.ceil(least_s / max(1e-9, run_s))) for run_s in warm_s]
+        round_s = warming_s / 2 + sum(run_s * (count - 1) for run_s, count in zip(warm_s, repeats))
 
-    def wait(self) -> None:
-        """Until the device has done all that it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        # 3. Rounds, as many as the budget has time for.
+        round_s = max(1e-9, round_s)
+        rounds = max(budget_s / round_s, min(FEWEST, LATEST_S / round_s))
+        samples = [
+            self.slowest([self.time(run, count) for run, count in zip(runs, repeats)])
+            for _ in range(max(1, int(min(MOST, rounds))))
+        ]
+        return list(map(list, zip(*samples)))
 
-    def _time(self, run: Run, count: int) -> float:
-        self.wait()
+    def time(self, run: Run, count: int) -> float:
+        """Seconds of one of so many in a row, or the median of those that it reports itself."""
+        if self.world is not None:
+            self.world.everyone.all_reduce(torch.zeros(1, device=self.device))
+        self._wait()
         begin_s = time.perf_counter()
         reported_s = []
         for _ in range(count):
             if isinstance(seconds := run(), float):
                 reported_s.append(seconds)
-        self.wait()
+        self._wait()
         if reported_s:
             return statistics.median(reported_s)
         return (time.perf_counter() - begin_s) / count
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The seconds of the slowest rank, at every place."""
+        if self.world is None:
+            return seconds
+        tensor = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        return self.world.everyone.all_reduce(tensor, ReduceOp.MAX).tolist()
+
+    def _wait(self) -> None:
+        """Until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def curve_of(axes: tuple[SampledSizes, ...], samples: Sequence[Sequence[float]]) -> Curve:

@@ -14,7 +14,7 @@ from longshift.cluster.host import CACHE
 from longshift.config import Config
 from longshift.dist.launcher import launched
 from longshift.errors import UsageError
-from longshift.layout.layout import AUTO, Layout, format_size
+from longshift.layout.layout import AUTO, Layout
 from longshift.layout.legal import min_chunk
 from longshift.planner.activations import choose_activations
 from longshift.planner.chunk_size import Machine, choose_chunk, powers
@@ -36,11 +36,8 @@ def make_choices(config: Config, tell: Callable[[str], None]) -> Config:
     """The config with every `chunk-auto` and `recompute-auto` replaced; `tell`: each choice and
     why. Raises UsageError in a rank, whose peers may be other machines and choose differently."""
     if launched():
-        word = "recompute-auto"
-        part = "layout"
-        if any(edge.use.chunk == AUTO for edge in config.edges):
-            word = "chunk-auto"
-            part = "chunk"
+        is_chunk = any(edge.use.chunk == AUTO for edge in config.edges)
+        word, part = ("chunk-auto", "chunk") if is_chunk else ("recompute-auto", "layout")
         where = "that longshift train CONFIG --explain tells on one machine"
         raise UsageError(f"{word} is chosen before ranks start: write the {part} {where}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -48,12 +45,9 @@ def make_choices(config: Config, tell: Callable[[str], None]) -> Config:
     edges = []
     for edge in config.edges:
         layout = edge.use
-        if layout.chunk == AUTO:
-            tokens, reason = _choice(config, edge, device, cluster)
-            layout = replace(layout, chunk=tokens)
-            tell(f"{edge.use}: chunks of {format_size(tokens)}: {reason}")
-        elif layout.recompute == "auto":
-            layout, reason = _activations(config, edge, device, cluster)
+        if layout.open:
+            choose = _chunks if layout.chunk == AUTO else _activations
+            layout, reason = choose(config, edge, device, cluster)
             tell(f"{edge.use}: {layout}: {reason}")
         edges.append(replace(edge, use=layout))
     return config.model_copy(
@@ -61,64 +55,63 @@ def make_choices(config: Config, tell: Callable[[str], None]) -> Config:
     )
 
 
-def _choice(
+def _chunks(
     config: Config, edge: Edge, device: torch.device, cluster: Cluster | None
-) -> tuple[int, str]:
+) -> tuple[Layout, str]:
+    """A group's layout with a chunk, and why. A machine that was not measured has a default."""
     longest = min(edge.upto, config.data.max_len)
+    dtype = arithmetic(config.train.precision)
+
+    def with_chunk(tokens: int) -> Layout:
+        return replace(edge.use, chunk=tokens)
+
     fault = "this machine was not measured; longshift profile does"
     if cluster is not None:
-        dtype = arithmetic(config.train.precision)
         try:
             machine = Machine(
                 cluster.with_arithmetic(dtype),
                 dtype,
                 device.type == "cpu",
-                FREE_SHARE * _memory(config, device),
+                _free_bytes(config, device),
             )
-
-            def needed(tokens: int) -> int:
-                return _of_layout(config, edge, device, replace(edge.use, chunk=tokens))
-
-            return choose_chunk(config.spec, edge.use, longest, machine, needed, edge.pack)
+            tokens, reason = choose_chunk(
+                config.spec,
+                edge.use,
+                longest,
+                machine,
+                lambda tokens: _needed_bytes(config, edge, device, with_chunk(tokens)),
+                edge.pack,
+            )
+            return with_chunk(tokens), reason
         except UsageError as unknown:
             fault = str(unknown)
-    least = min_chunk(longest, edge.pack)
-    return (
-        max(least, min(DEFAULTS[device.type], powers(longest)[-1])),
-        f"a default, because {fault}",
-    )
-
-
-def _memory(config: Config, device: torch.device) -> int:
-    """Bytes of a rank's device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total // config.world
+    tokens = min(DEFAULTS[device.type], powers(longest)[-1])
+    return with_chunk(max(min_chunk(longest, edge.pack), tokens)), f"a default, because {fault}"
 
 
 def _activations(
     config: Config, edge: Edge, device: torch.device, cluster: Cluster | None
 ) -> tuple[Layout, str]:
-    """What blocks of a group keep, and why. A machine that was not measured is taken for the preset
-    of a CPU or an H100."""
+    """A group's layout with what its blocks keep, and why. A machine that was not measured is taken
+    for the preset of a CPU or an H100."""
     spec = config.spec
-    free = FREE_SHARE * _memory(config, device)
+    free_bytes = _free_bytes(config, device)
     dtype = arithmetic(config.train.precision)
-    stand_in = "cpu" if device.type == "cpu" else "h100"
-    machine = (cluster or preset(stand_in)).with_arithmetic(dtype)
+    machine = cluster or preset("cpu" if device.type == "cpu" else "h100")
+    machine = machine.with_arithmetic(dtype)
     run_habits = habits(config.train.compile, config.train.precision, machine.device)
     cost = Cost(spec, rates(machine, dtype), run_habits)
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 
-    def seconds(way: Layout) -> float:
-        micros = max(1, config.train.tokens_per_step // (edge.pack * way.dp))
-        clock = Clock(_shape(config, edge, way), machine, cost, dtype)
-        return clock.step([GroupPacks(way, ((pack,) * micros,) * way.dp)]).seconds
+    def seconds(layout: Layout) -> float:
+        micros = max(1, config.train.tokens_per_step // (edge.pack * layout.dp))
+        clock = Clock(_shape(config, edge, layout), machine, cost, dtype)
+        return clock.step([GroupPacks(layout, ((pack,) * micros,) * layout.dp)]).seconds
 
     blocks = max(stop - start for start, stop in edge.use.layers_of(spec.layers))
-    layout_bytes = cache(partial(_of_layout, config, edge, device))
-    best, ranking = choose_activations(edge.use, blocks, free, layout_bytes, seconds)
-    room = f"{best.bytes / 2**30:.2f} of {free / 2**30:.2f} GiB"
+    needed_bytes = cache(partial(_needed_bytes, config, edge, device))
+    best, ranking = choose_activations(edge.use, blocks, free_bytes, needed_bytes, seconds)
+    room = f"{best.bytes / 2**30:.2f} of {free_bytes / 2**30:.2f} GiB"
     if not ranking:
         return best.layout, f"the smallest, and more than is free: {room}"
     slower = ", ".join(
@@ -127,18 +120,25 @@ def _activations(
     return best.layout, f"the fastest that fits, {room}" + (f"; {slower}" if slower else "")
 
 
-def _of_layout(config: Config, edge: Edge, device: torch.device, way: Layout) -> int:
+def _free_bytes(config: Config, device: torch.device) -> float:
+    """What a rank may use of its device's memory."""
+    if device.type == "cuda":
+        return FREE_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return FREE_SHARE * (psutil.virtual_memory().total // config.world)
+
+
+def _needed_bytes(config: Config, edge: Edge, device: torch.device, layout: Layout) -> int:
     """What a rank needs on its device for a group under another layout."""
     on_cpu = device.type == "cpu"
-    transport = "gloo" if on_cpu else "nccl"
-    edges = [replace(edge, use=way)]
-    return largest_need(
-        memory_needs(_shape(config, edge, way), edges, transport, on_cpu)
-    ).device.total
+    shape = _shape(config, edge, layout)
+    edges = [replace(edge, use=layout)]
+    needs = memory_needs(shape, edges, "gloo" if on_cpu else "nccl", on_cpu)
+    return largest_need(needs).device.total
 
 
-def _shape(config: Config, edge: Edge, way: Layout) -> StepShape:
+def _shape(config: Config, edge: Edge, layout: Layout) -> StepShape:
     """The shape of a run's steps with another layout for a group."""
-    edges = tuple(replace(group, use=way) if group == edge else group for group in config.edges)
-    layout = way if isinstance(config.layout, Layout) else edges
-    return shape_of(config.model_copy(update={"layout": layout}))
+    if isinstance(config.layout, Layout):
+        return shape_of(config.model_copy(update={"layout": layout}))
+    edges = (replace(group, use=layout) if group == edge else group for group in config.edges)
+    return shape_of(config.model_copy(update={"layout": tuple(edges)}))

@@ -6,8 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from longshift.cluster.cluster import Cluster, Heads, attention_flops
+from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.curves import Curve
+from longshift.layout.layout import format_size
+from longshift.weigh.recorder import AttentionCall
 
 FAMILIES = (  # (first word of the curves' names, title)
     ("matmul", "matmul: [m, k] @ [k, n]"),
@@ -43,10 +45,10 @@ def rate(name: str, sizes: Sequence[float], seconds: float) -> tuple[float, str]
     if words[0] == "matmul":
         return 2 * sizes[0] * sizes[1] * sizes[2] / seconds, "FLOP/s"
     if words[0] == "attention":
-        flops = attention_flops(
-            sizes[0], sizes[-1], Heads.parse(words[5]), words[3], words[4] == "causal"
-        )
-        return float(flops) / seconds, "FLOP/s"
+        rows, keys = int(sizes[0]), int(sizes[-1])
+        pairs = rows * keys * (0.5 if words[4] == "causal" else 1.0)
+        call = AttentionCall(words[3] == "backward", rows, keys, pairs, Heads.parse(words[5]))
+        return call.flops / seconds, "FLOP/s"
     return sizes[-1] / seconds, "B/s"
 
 
@@ -110,29 +112,27 @@ def _backends(cluster: Cluster) -> Table:
         box=None,
     )
     for backend in cluster.backends:
-        cells = [backend.name, backend.dtype, "", "", "", "", ""]
-        if not backend.why_not:
-            cells[2] = "yes" if backend.lse else "no"
-            cells[3] = "yes" if backend.global_lse else "no"
-        if backend.forward_error is not None:
-            cells[4] = f"{backend.forward_error:.1e}"
-        if backend.backward_error is not None:
-            cells[5] = f"{backend.backward_error:.1e}"
-        if backend.why_not:
-            cells[6] = escape(f"not here: {backend.why_not}")
-        table.add_row(*cells)
+        runs = not backend.why_not
+        errors = backend.forward_error, backend.backward_error
+        table.add_row(
+            backend.name,
+            backend.dtype,
+            "yes" if backend.lse else "no" if runs else "",
+            "yes" if backend.global_lse else "no" if runs else "",
+            *("" if error is None else f"{error:.1e}" for error in errors),
+            "" if runs else escape(f"not here: {backend.why_not}"),
+        )
     return table
 
 
 def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
     """A row for each curve and each choice of its leading sizes; a column for each last size."""
     sizes = sorted({size for _, curve in rows for size in curve.axes[-1].sizes})
-    leading = max(len(curve.axes) for _, curve in rows) > 1
     unit = rate(rows[0][0], rows[0][1].points[0], 1.0)[1]
     table = Table(
         "",
-        *([""] if leading else []),
-        *(_size(size) for size in sizes),
+        "",
+        *(format_size(int(size)) for size in sizes),
         "spread",
         title=escape(f"{title} ({unit})"),
         box=None,
@@ -145,17 +145,9 @@ def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
             cells_of.setdefault(point[:-1], {})[point[-1]] = si(rate(name, point, seconds)[0])
         spread = f"{sorted(curve.spread)[len(curve.spread) // 2]:.0%}" if curve.spread else ""
         for leading_sizes, cells in cells_of.items():
-            row = [name]
-            if leading:
-                labels = zip(curve.axes, leading_sizes)
-                row.append(", ".join(f"{axis.name} {_size(size)}" for axis, size in labels))
-            row += [cells.get(size, "") for size in sizes]
-            table.add_row(*row, spread)
+            labels = (
+                f"{axis.name} {format_size(int(size))}"
+                for axis, size in zip(curve.axes, leading_sizes)
+            )
+            table.add_row(name, ", ".join(labels), *(cells.get(size, "") for size in sizes), spread)
     return table
-
-
-def _size(size: float) -> str:
-    for letter, unit in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
-        if size >= unit and size % unit == 0:
-            return f"{int(size // unit)}{letter}"
-    return f"{size:.4g}"

@@ -6,20 +6,22 @@ are kept. In one process on a CPU, collectives are measured in forked processes,
 """
 
 import json
+import re
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import torch
 from torch.distributed import ReduceOp
 
-from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Link
+from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Level, Link
 from longshift.cluster.curves import Curve
 from longshift.cluster.files import (
     constants,
@@ -30,20 +32,13 @@ from longshift.cluster.files import (
     load,
     save,
 )
-from longshift.cluster.host import CACHE, core_count, core_quota
+from longshift.cluster.host import CACHE, core_count, core_quota, cpu_name, host_facts
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.launcher import launched
 from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.files import temporary_folder
-from longshift.profile import (
-    machine,
-    time_attention,
-    time_compute,
-    time_copies,
-    time_disk,
-    time_links,
-)
+from longshift.profile import time_attention, time_compute, time_copies, time_links
 from longshift.profile.bench import LONG_S, SHORT_S, Bench
 from longshift.trainer.launch import launch
 from longshift.trainer.run_folder import RunFolder
@@ -122,14 +117,41 @@ def kept(
     """What was measured before with the same hardware and software; a full profile serves for a
     quick one. A damaged file is told of and passed over."""
     for detail in (False, True) if quick else (False,):
-        facts = machine.facts(device, nodes, per_node, detail)
-        file = cache_file(facts, cache)
+        file = cache_file(facts(device, nodes, per_node, detail), cache)
         if file.exists():
             try:
-                return load(file, facts)
+                return load(file)
             except UsageError as fault:
                 tell(str(fault))
     return None
+
+
+def facts(
+    device: torch.device, nodes: int, devices_per_node: int, quick: bool
+) -> dict[str, str | int | float]:
+    """Hardware, driver, torch and a CPU's threads, and how much was measured."""
+    values = host_facts() | {
+        "measured": "quick" if quick else "full",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "torch": torch.__version__,
+        "nodes": nodes,
+        "devices_per_node": devices_per_node,
+    }
+    if device.type == "cpu":
+        values["threads"] = torch.get_num_threads()
+    else:
+        values["driver"] = driver()
+        values["cuda"] = torch.version.cuda or "none"
+        values["cudnn"] = str(torch.backends.cudnn.version())
+    return values
+
+
+def driver() -> str:
+    """Version of the GPU's driver."""
+    version = Path("/proc/driver/nvidia/version")
+    words = re.findall(r"\d+\.\d+[.\d]*", version.read_text()) if version.exists() else []
+    return words[0] if words else "unknown"
 
 
 def profile(
@@ -150,7 +172,7 @@ def profile(
         tell("as with --quick, for this would take minutes: measure again when less runs here")
     any_busy = least_share < BUSY
     least_s = LONG_S if any_busy else SHORT_S
-    facts = machine.facts(world.device, world.size // per_node, per_node, quick)
+    machine_facts = facts(world.device, world.size // per_node, per_node, quick)
     which = 2 * (world.device.type == "cuda") + (not quick)
     budget_s = {family: budgets[which] for family, budgets in BUDGETS_S.items()}
     tell(
@@ -177,46 +199,41 @@ def profile(
     if world.rank % per_node == 0:  # ranks of a node share its disk
         begin(5, "disk")
         with suppress(OSError):
-            curves |= time_disk.disk(bench, cache.expanduser(), budget_s["disk"])
+            curves |= time_copies.disk(bench, cache.expanduser(), budget_s["disk"])
 
-    rank_cluster = _cluster(world, per_node, facts, curves, cores, cache.expanduser())
-    rank_cluster = replace(rank_cluster, backends=backends)
-    texts = world.gather_text(json.dumps(encode(rank_cluster)))
-    merged = merge([decode(json.loads(text)) for text in texts])
+    cores, curves = _gather_medians(world, cores, curves)
+    cluster = _cluster(world, per_node, machine_facts, curves, cores, cache.expanduser())
+    cluster = replace(cluster, backends=backends)
+    # What rank 0 says of memory, disk and kernels, on every rank.
+    cluster = decode(json.loads(world.gather_text(json.dumps(encode(cluster)))[0]))
     if world.rank == 0:
-        save(merged, cache_file(facts, cache))
-    return merged
+        save(cluster, cache_file(machine_facts, cache))
+    return cluster
 
 
-def merge(ranks: list[Cluster]) -> Cluster:
-    """One cluster of what its ranks measured: medians over those that measured the same points."""
-    names = dict.fromkeys(name for rank in ranks for name in rank.curves)
+def _gather_medians(
+    world: World, cores: float, curves: dict[str, Curve]
+) -> tuple[float, dict[str, Curve]]:
+    """Cores and curves of the ranks together, the same on every rank."""
+    measured = {"cores": cores, "curves": {name: asdict(curve) for name, curve in curves.items()}}
+    ranks = [json.loads(text) for text in world.gather_text(json.dumps(measured))]
+    all_curves = medians([decode_curves(rank["curves"]) for rank in ranks])
+    return statistics.median(rank["cores"] for rank in ranks), all_curves
+
+
+def medians(ranks: list[dict[str, Curve]]) -> dict[str, Curve]:
+    """Curves of what ranks measured: medians over those that measured the same points."""
     curves = {}
-    for name in names:
-        rank_curves = [rank.curves[name] for rank in ranks if name in rank.curves]
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        rank_curves = [rank[name] for rank in ranks if name in rank]
         seconds = zip(*(curve.seconds for curve in rank_curves))
         spreads = zip(*(curve.spread for curve in rank_curves))
         curves[name] = Curve(
             axes=rank_curves[0].axes,
-            seconds=tuple(statistics.median(values) for values in seconds),
-            spread=tuple(statistics.median(values) for values in spreads),
+            seconds=tuple(map(statistics.median, seconds)),
+            spread=tuple(map(statistics.median, spreads)),
         )
-    devices = [rank.device for rank in ranks]
-
-    def median(part: str) -> float:
-        return statistics.median(getattr(device, part) for device in devices)
-
-    device = replace(
-        devices[0],
-        memory_bytes_per_s=median("memory_bytes_per_s"),
-        launch_s=median("launch_s"),
-        cores=median("cores"),
-        flops_per_s={
-            dtype: statistics.median(d.flops_per_s[dtype] for d in devices)
-            for dtype in devices[0].flops_per_s
-        },
-    )
-    return replace(ranks[0], device=device, curves=curves)
+    return curves
 
 
 def _collectives(
@@ -237,64 +254,64 @@ def _collectives(
 
 
 def _cluster(
-    world: World, per_node: int, facts: dict, curves: dict[str, Curve], cores: float, folder: Path
+    world: World,
+    per_node: int,
+    machine_facts: dict,
+    curves: dict[str, Curve],
+    cores: float,
+    folder: Path,
 ) -> Cluster:
     """What the curves say, with the constants that follow from them."""
     device = world.device
+    host_bytes = float(psutil.virtual_memory().total)
     flops = {}
-    links: dict[str, Link] = {}
+    links: dict[Level, Link] = {}
     for name, curve in curves.items():
         words = name.split()
         if words[0] == "matmul":
-            flops[words[1]] = _best(curve, lambda m, k, n: 2 * m * k * n)
-        elif words[0] == "send":
-            links[words[1]] = time_links.link_of(curve)
+            flops[words[1]] = _best_rate(curve, lambda m, k, n: 2 * m * k * n)
+    for level in get_args(Level):
+        if send := curves.get(f"send {level}"):
+            links[level] = time_links.link_of(send)
+    memory_bytes = host_bytes / per_node
     if device.type == "cuda":
         links["device"] = time_links.link_of(curves["copy to_device pinned"])
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total / per_node
+        memory_bytes = float(torch.cuda.get_device_properties(device).total_memory)
+    disk = None
+    if "disk read plain depth1" in curves:
+        read, write = (curves[f"disk {way} plain depth1"] for way in ("read", "write"))
+        disk_bytes = float(shutil.disk_usage(folder).total)
+        disk = Disk(disk_bytes, _best_rate(read, float), _best_rate(write, float))
     stream = curves["elementwise float32"]
-    reads = [curve for name, curve in curves.items() if name.startswith("disk read")]
-    writes = [curve for name, curve in curves.items() if name.startswith("disk write")]
+    launch = curves["launch"]
     cluster = Cluster(
-        name=str(facts["device"]),
+        name=machine_facts["device"],
         origin="measured",
         nodes=world.size // per_node,
         devices_per_node=per_node,
         device=Device(
-            name=str(facts["device"]),
+            name=machine_facts["device"],
             kind="cuda" if device.type == "cuda" else "cpu",
-            memory_bytes=float(memory),
-            memory_bytes_per_s=float(stream.axes[0].sizes[-1] / stream.seconds[-1]),
+            memory_bytes=memory_bytes,
+            memory_bytes_per_s=stream.points[-1][0] / stream.seconds[-1],
             flops_per_s=flops,
-            launch_s=curves["launch"].seconds[0] / curves["launch"].axes[0].sizes[0],
+            launch_s=launch.seconds[0] / launch.points[0][0],
             cores=cores,
         ),
-        host_bytes=float(psutil.virtual_memory().total),
+        host_bytes=host_bytes,
         links=links,
         shares=dict.fromkeys(SHARES, 1.0),
         sources={},
-        disk=(
-            Disk(float(shutil.disk_usage(folder).total), _rate(reads), _rate(writes))
-            if reads
-            else None
-        ),
+        disk=disk,
         curves=curves,
-        facts=facts,
+        facts=machine_facts,
     )
     return replace(cluster, sources=dict.fromkeys(constants(cluster), SOURCE))
 
 
-def _best(curve: Curve, work: Callable[..., float]) -> float:
+def _best_rate(curve: Curve, work: Callable[..., float]) -> float:
     """Largest rate among the measured points."""
-    rates = [work(*point) / seconds for point, seconds in zip(curve.points, curve.seconds)]
-    return max(rates)
-
-
-def _rate(curves: list[Curve]) -> float:
-    """Largest bytes a second among the measured points."""
-    return max(_best(curve, lambda *point: point[-1]) for curve in curves)
+    return max(work(*point) / seconds for point, seconds in zip(curve.points, curve.seconds))
 
 
 def _rank(file: str, per_node: str, *words: str) -> None:

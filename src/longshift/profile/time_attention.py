@@ -9,12 +9,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from longshift.cluster.cluster import Backend, Heads, attention_flops
+from longshift.cluster.cluster import Backend, Heads
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.model.chosen_kernel import gradients, probe
 from longshift.model.kernels import CUDNN, FLASH, TILED, Kernel
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.time_compute import DTYPES, noise
+from longshift.weigh.recorder import AttentionCall
 
 # Of 8 heads, 1,024 tokens are 64 tiles, which leave half of a GPU idle: an H100 took as long for
 # them as for those of 32.
@@ -90,8 +91,8 @@ def _plan(
     square, pairs = TOKENS[kind]
     lengths = []
     for length in square if causal else pairs:
-        flops = attention_flops(length, length, heads, "backward", causal)
-        if flops <= MOST_FLOPS[kind]:
+        pairs = length**2 * (0.5 if causal else 1.0)
+        if AttentionCall(True, length, length, pairs, heads).flops <= MOST_FLOPS[kind]:
             lengths.append(length)
 
     def prepare(queries: int, keys: int | None = None) -> Run:

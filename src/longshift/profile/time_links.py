@@ -12,21 +12,19 @@ collective one after another: `late` has the seconds, over ranks, that a small c
 matmuls takes beyond both by themselves.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 
-import numpy as np
 import torch
 
-from longshift.cluster.cluster import OPERATIONS, Link
+from longshift.cluster.cluster import OPERATIONS, Link, Operation
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.dist.collectives import Group
 from longshift.dist.world import World
-from longshift.profile.bench import LATEST_S, SHORT_S, curve_of
+from longshift.profile.bench import FEWEST, SHORT_S, Bench, Plan, Run, curve_of
 
 SMALLEST_BYTES = 2**12
 LARGEST_BYTES = 2**26
@@ -39,8 +37,6 @@ LATENESSES = {True: 15, False: 5}  # rounds of that, where the cores are free or
 LEAST_LATE_S = 1e-5
 # Of one operation, quick or not; sizes go up to where it takes so long.
 LONGEST_S = {True: 0.03, False: 0.1}
-FEWEST = 3  # rounds
-MOST = 11
 
 
 def collectives(
@@ -48,97 +44,83 @@ def collectives(
 ) -> dict[str, dict]:
     """Curves `OPERATION LEVEL` over ranks and bytes, as JSON, the same on every rank. All ranks
     call it together. `least_s`: of one timing."""
-    groups = _groups(world, per_node)
+    bench = Bench(world.device, quick, least_s, world)
+    levels = _groups(world, per_node)
 
-    # 1. What is timed, by curve, ranks and bytes.
-    runs: dict[tuple[str, int, int], tuple[Group, Callable[[], None]]] = {}
-    for level, sizes in groups.items():
-        largest = _largest(world, max(sizes.items())[1], LONGEST_S[quick])
-        doublings = round(math.log2(largest / SMALLEST_BYTES))
+    # 1. Every operation at every level.
+    plans = {}
+    sizes: dict[str, tuple[int, ...]] = {}
+    for level, groups in levels.items():
+        sizes[level] = _sizes(bench, groups[max(groups)])
+        # More ranks need not be slower in proportion: the bytes that a rank moves hardly depend on
+        # their number.
+        axes = SampledSizes("ranks", tuple(groups), 0.0), SampledSizes("bytes", sizes[level])
         for operation in OPERATIONS:
             if operation == "send" and " by " in level:
                 continue  # of two ranks, whatever the group
-            for ranks, group in sizes.items():
-                for size in (
-                    SMALLEST_BYTES << step for step in range(doublings % 2, doublings + 1, 2)
-                ):
-                    runs[f"{operation} {level}", ranks, size] = (
-                        group,
-                        _operation(operation, group, size, world.device),
-                    )
-    samples = dict(zip(runs, _rounds(world, list(runs.values()), budget_s, least_s)))
+            prepare = _preparation(operation, groups, world.device)
+            plans[f"{operation} {level}"] = Plan(axes, prepare)
+    curves = bench.curves(plans, budget_s)
 
-    # 2. A curve of each operation and level.
-    curves = {}
-    for name in dict.fromkeys(name for name, _, _ in runs):
-        points = [point for point in runs if point[0] == name]
-        # More ranks need not be slower in proportion: the bytes that a rank moves hardly depend on
-        # their number.
-        ranks = SampledSizes("ranks", tuple(sorted({ranks for _, ranks, _ in points})), 0.0)
-        message_bytes = SampledSizes("bytes", tuple(sorted({size for _, _, size in points})))
-        curves[name] = asdict(
-            curve_of((ranks, message_bytes), [samples[point] for point in points])
-        )
+    # 2. What traffic takes of a CPU's ranks that compute.
     if world.device.type == "cpu":
-        farthest = [point[:2] for point in runs if point[0].startswith("send ")][-1]
-        sends = {point[2]: run for point, run in runs.items() if point[:2] == farthest}
-        curves["cores send"] = asdict(_cores_of_sends(world, sends))
-        by_size = {size: group for sizes in groups.values() for size, group in sizes.items()}
-        curves["late"] = asdict(
-            _lateness(world, by_size, max(LEAST_WORK_S, least_s), LATENESSES[least_s <= SHORT_S])
-        )
-    return curves
+        farthest = [level for level in levels if " by " not in level][-1]
+        groups = levels[farthest]
+        curves["cores send"] = _cores_of_sends(world, groups[max(groups)], sizes[farthest])
+        by_size = {size: group for groups in levels.values() for size, group in groups.items()}
+        curves["late"] = _lateness(bench, world, by_size)
+    return {name: asdict(curve) for name, curve in curves.items()}
 
 
-def _cores_of_sends(world: World, sends: Mapping[int, tuple[Group, Callable[[], None]]]) -> Curve:
+def _cores_of_sends(world: World, group: Group, sizes: tuple[int, ...]) -> Curve:
     """Processor seconds of a rank that sends and receives, over bytes: of both ranks of a group
     that send and receive, the mean of all groups."""
     seconds = []
-    for group, run in sends.values():
+    for size in sizes:
+        send = _operation("send", group, size, world.device)
         for _ in range(FEWEST):
             group.all_reduce(torch.zeros(1))
             begin_s = time.process_time()
             for _ in range(SENDS):
-                run()
+                send()
             seconds.append((time.process_time() - begin_s) / SENDS)
-    groups = world.size / next(iter(sends.values()))[0].size
+    groups = world.size / group.size
     totals = world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64)) / groups
-    samples = totals.view(len(sends), FEWEST).clamp_min(LEAST_CORES_S).tolist()
-    return curve_of((SampledSizes("bytes", tuple(sends)),), samples)
+    samples = totals.view(len(sizes), FEWEST).clamp_min(LEAST_CORES_S).tolist()
+    return curve_of((SampledSizes("bytes", sizes),), samples)
 
 
-def _lateness(world: World, groups: Mapping[int, Group], work_s: float, rounds: int) -> Curve:
-    """How much longer ranks take for computing `work_s` and a small collective than for both by
-    themselves, over ranks of a group. Ranks end their computing at random within some time: the
-    last of n comes after n / (n + 1) of it on average, and any one after half of it. That time is
-    what groups of all sizes show together."""
+def _lateness(bench: Bench, world: World, groups: Mapping[int, Group]) -> Curve:
+    """How much longer ranks take for matmuls and a small collective than for both by themselves,
+    over ranks of a group. Ranks end their computing at random within some time: the last of n comes
+    after n / (n + 1) of it on average, and any one after half of it. That time is what groups of
+    all sizes show together."""
     x = torch.ones(SIDE, SIDE)
     out = torch.empty_like(x)
 
-    def works(count: int) -> None:
+    def compute(count: int) -> None:
         for _ in range(count):
             torch.mm(x, x, out=out)
 
-    def meets(count: int, collective: Callable[[], None]) -> None:
-        works(count)
+    def compute_and_meet(count: int, collective: Run) -> None:
+        compute(count)
         collective()
 
-    # 1. As many matmuls as take `work_s` on the slowest rank.
-    works(1)
-    matmul_s = _time(world, world.everyone, partial(works, 8), 1) / 8
-    slowest_s = _slowest(world, [[matmul_s]])[0][0]
-    count = max(1, round(work_s / slowest_s))
+    # 1. As many matmuls as take long enough on the slowest rank.
+    compute(1)
+    [matmul_s] = bench.slowest([bench.time(partial(compute, 8), 1) / 8])
+    count = max(1, round(max(LEAST_WORK_S, bench.least_s) / matmul_s))
 
     # 2. How late each rank is in groups of each size.
     sizes = sorted(groups)
+    rounds = LATENESSES[bench.least_s <= SHORT_S]
     late_s = []
     for _ in range(rounds):
         for size in sizes:
-            group = groups[size]
-            small = _operation("all_to_all", group, SMALLEST_BYTES, world.device)
-            together_s = _time(world, group, partial(meets, count, small), WORKS)
-            collective_s = _time(world, group, small, WORKS)
-            computing_s = _time(world, group, partial(works, count), WORKS)
+            small = _operation("all_to_all", groups[size], SMALLEST_BYTES, world.device)
+            together_s = bench.time(partial(compute_and_meet, count, small), WORKS)
+            collective_s = bench.time(small, WORKS)
+            computing_s = bench.time(partial(compute, count), WORKS)
             late_s.append(together_s - (collective_s + computing_s))
     totals = world.everyone.all_reduce(torch.tensor(late_s, dtype=torch.float64))
 
@@ -164,7 +146,7 @@ def link_of(curve: Curve) -> Link:
 
 
 def _groups(world: World, per_node: int) -> dict[str, dict[int, Group]]:
-    """This rank's group of every size, by level; made by all ranks together."""
+    """This rank's group of every size, ascending, by level; made by all ranks together."""
     nodes = world.size // per_node
     groups_of: dict[str, dict[int, Group]] = {}
     for count, inside in product((1, *_powers(nodes)), (1, *_powers(per_node))):
@@ -184,34 +166,35 @@ def _groups(world: World, per_node: int) -> dict[str, dict[int, Group]]:
 
 
 def _powers(count: int) -> list[int]:
-    """Group sizes that divide `count`: its powers of two, and itself."""
+    """Group sizes that divide `count`, ascending: its powers of two, and itself."""
     return sorted(
         {n for n in (2, 4, 8, 16, 32, 64) if count % n == 0} | ({count} if count > 1 else set())
     )
 
 
-def _largest(world: World, group: Group, longest_s: float) -> int:
-    """Bytes at which a send takes `longest_s`, at most LARGEST_BYTES; all ranks agree."""
-    size = SMALLEST_BYTES << 4
-    while size < LARGEST_BYTES:
-        run = _operation("send", group, size, world.device)
-        run()
-        if _slowest(world, [[_time(world, group, run, 1)]])[0][0] > longest_s:
+def _sizes(bench: Bench, group: Group) -> tuple[int, ...]:
+    """Bytes of the operations that are timed, up to where a send takes too long or LARGEST_BYTES;
+    all ranks agree."""
+    sizes = [SMALLEST_BYTES, SMALLEST_BYTES << 2, SMALLEST_BYTES << 4]
+    while sizes[-1] < LARGEST_BYTES:
+        send = _operation("send", group, sizes[-1], bench.device)
+        send()
+        [slowest_s] = bench.slowest([bench.time(send, 1)])
+        if slowest_s > LONGEST_S[bench.quick]:
             break
-        size <<= 2
-    return size
+        sizes.append(sizes[-1] << 2)
+    return tuple(sizes)
 
 
-def _operation(
-    operation: str, group: Group, size_bytes: int, device: torch.device
-) -> Callable[[], None]:
+def _preparation(
+    operation: Operation, groups: Mapping[int, Group], device: torch.device
+) -> Callable[[int, int], Run]:
+    """What makes an operation of so many ranks and bytes."""
+    return lambda ranks, size_bytes: _operation(operation, groups[ranks], size_bytes, device)
+
+
+def _operation(operation: Operation, group: Group, size_bytes: int, device: torch.device) -> Run:
     """One collective, complete on this rank when it returns (on a GPU: enqueued)."""
-    share = max(1, size_bytes // 4 // group.size)
-    buffer = torch.ones(share * group.size, device=device)
-    sums = torch.ones(share * group.size, device=device)
-    part = buffer[:share].clone()
-    rows = list(buffer.view(group.size, share))
-    shapes = [(share,)] * group.size
     if operation == "send":
         message = torch.ones(max(1, size_bytes // 4), device=device)
         if group.index > 1:
@@ -219,47 +202,15 @@ def _operation(
         if group.index == 0:
             return lambda: group.send(message, 1, tag=0).wait()
         return lambda: group.receive(message, 0, tag=0).wait()
-    return {
+    share = max(1, size_bytes // 4 // group.size)
+    buffer = torch.ones(share * group.size, device=device)
+    part = torch.ones(share, device=device)
+    rows = list(buffer.view(group.size, share))
+    shapes = [(share,)] * group.size
+    runs: dict[str, Run] = {
         "all_gather": lambda: group.all_gather(buffer, part).wait(),
         "reduce_scatter": lambda: group.reduce_scatter(part, buffer).wait(),
-        "all_reduce": lambda: group.start_all_reduce(sums).wait(),
+        "all_reduce": lambda: group.start_all_reduce(buffer).wait(),
         "all_to_all": lambda: group.exchange(rows, shapes)[0].wait(),
-    }[operation]
-
-
-def _rounds(
-    world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s: float, least_s: float
-) -> list[list[float]]:
-    """Seconds of each operation in every round, of the slowest rank."""
-    first = []
-    begin_s = world.now()
-    for group, run in runs:
-        run()
-        first.append(_time(world, group, run, 1))
-    *agreed, first_s = _slowest(world, [[*first, world.now() - begin_s]])[0]
-    least_s = min(least_s, budget_s / (FEWEST * len(runs)))
-    repeats = [max(1, math.ceil(least_s / seconds)) for seconds in agreed]
-    # Where others run on the cores, ranks wait for one another: the first operations took longer
-    # than the sum of their seconds.
-    a_round_s = first_s + sum(seconds * (count - 1) for seconds, count in zip(agreed, repeats))
-    fewest = FEWEST if FEWEST * a_round_s <= LATEST_S else 1
-    rounds = int(min(MOST, max(fewest, budget_s / a_round_s)))
-    samples = []
-    for _ in range(rounds):
-        samples.append([_time(world, group, run, n) for (group, run), n in zip(runs, repeats)])
-    return np.array(_slowest(world, samples)).T.tolist()
-
-
-def _time(world: World, group: Group, run: Callable[[], None], count: int) -> float:
-    """Seconds of one, begun together."""
-    group.all_reduce(torch.zeros(1, device=world.device))
-    started = world.now()
-    for _ in range(count):
-        run()
-    return (world.now() - started) / count
-
-
-def _slowest(world: World, seconds: list[list[float]]) -> list[list[float]]:
-    """The seconds of the slowest rank, at every place."""
-    tensor = torch.tensor(seconds, dtype=torch.float64, device=world.device)
-    return world.everyone.all_reduce(tensor, torch.distributed.ReduceOp.MAX).tolist()
+    }
+    return runs[operation]

@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from longshift.layout.heads import rank_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout, Schedule, Where
+from longshift.layout.placement import rank_heads, tensor_heads
 from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.spec.model import ModelSpec
 

@@ -524,7 +524,7 @@ class _Stage:
         cast_bytes = traffic.elements * (formats.home_bytes + formats.compute_bytes)
         cast_s = cast_bytes / HOST_BYTES_PER_S
         copied_bytes = traffic.elements * formats.compute_bytes
-        copy_s = float(self.clock.cluster.copy_s("to_device pinned", copied_bytes, beyond=True))
+        copy_s = float(self.clock.cluster.copy_s("to_device pinned", copied_bytes))
         yield self._piece(traffic.op, LANES["gather"], max(cast_s, copy_s), ("host",))
 
     def _convert_format(self, traffic: _OpTraffic) -> Iterator[Begin | End]:
@@ -595,7 +595,7 @@ class _Stage:
         if op.kind == "await reduce" and traffic.elements:
             # Reduced gradients go to an optimizer state outside the device.
             size_bytes = traffic.elements * self.clock.shape.formats.home_bytes
-            copy_s = float(self.clock.cluster.copy_s("to_host pinned", size_bytes, beyond=True))
+            copy_s = float(self.clock.cluster.copy_s("to_host pinned", size_bytes))
             piece = self._piece(op, "home out", copy_s, ("host out",))
             yield piece
             if traffic.home == "disk":

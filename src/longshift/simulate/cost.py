@@ -496,7 +496,7 @@ class Cost:
         """Seconds of one call of attention, by the curve of its kind where there is one."""
         rates = self.rates
         heads = call.heads
-        if rates.cluster is None:
+        if rates.cluster is None or not rates.has_attention:
             flash_s = rates.attention_s(
                 call.rows, call.pairs, heads.query, heads.width, call.backward
             )
@@ -510,7 +510,6 @@ class Cost:
                 rates.dtype,
                 "backward" if call.backward else "forward",
                 causal=call.pairs < call.rows * call.keys,
-                beyond=True,
                 without=None if has_cudnn else CUDNN_BACKEND,
             )
         )

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from longshift.cluster.cluster import Cluster, Heads, Number
+from longshift.cluster.cluster import Cluster, Number
 from longshift.cluster.network import Fabric, collective_s, fabric
 from longshift.layout.layout import Tier
 from longshift.spec.formats import FORMATS, arithmetic
@@ -148,10 +148,7 @@ class Rates:
     def matmul_s(self, m: Number, k: Number, n: Number) -> np.ndarray:
         """Seconds of [m, k] @ [k, n], without its launch."""
         if self.cluster is not None:
-            return (
-                self.cluster.matmul_s(np.maximum(m, 1), k, n, self.dtype, beyond=True)
-                / self.constants.hot
-            )
+            return self.cluster.matmul_s(m, k, n, self.dtype) / self.constants.hot
         tiles = np.ceil(np.asarray(m) / TILE[0]) * np.ceil(np.asarray(n) / TILE[1])
         tiles = tiles + self.constants.tail * self.multiprocessors
         depth = k + self.constants.ramp
@@ -164,7 +161,7 @@ class Rates:
     ) -> np.ndarray:
         """Seconds of attention of `rows` queries to `pairs` (query, key) pairs in each of `heads`
         heads of `width`, by the kernel that short documents go to: not by cuDNN's."""
-        if self.cluster is not None:
+        if self.has_attention:
             return self._measured_attention_s(rows, pairs, heads, width, backward)
         pair_flops = 10.0 if backward else 4.0
         paid_pairs = pairs + EXTRA_PAIRS * np.asarray(rows, dtype=float)
@@ -174,7 +171,7 @@ class Rates:
     def elementwise_s(self, moved_bytes: Number) -> np.ndarray:
         """Seconds of operations that read and write so many bytes, without their launches."""
         if self.cluster is not None and f"elementwise {self.dtype}" in self.cluster.curves:
-            return self.cluster.elementwise_s(np.maximum(moved_bytes, 1.0), self.dtype, beyond=True)
+            return self.cluster.elementwise_s(moved_bytes, self.dtype)
         return np.asarray(moved_bytes) / self.memory_bytes_per_s
 
     def collective_s(
@@ -189,7 +186,7 @@ class Rates:
         late_s = self.late_s
         if self.cluster is not None and "late" in self.cluster.curves:
             members = np.minimum(ranks, 2.0) if operation == "send" else ranks
-            late_s = self.cluster.curves["late"](members, beyond=True)
+            late_s = self.cluster.curves["late"](members)
         return seconds + np.where(np.asarray(ranks) > 1, late_s, 0.0)
 
     def crowd(self, between: Number) -> np.ndarray:
@@ -199,9 +196,14 @@ class Rates:
         return np.where(between, across, inside)
 
     @property
+    def has_attention(self) -> bool:
+        """Whether attention was measured in `dtype`: on GPUs it is in formats of 16 bits."""
+        return self.cluster is not None and self.cluster.knows_attention(self.dtype)
+
+    @property
     def by_cudnn(self) -> bool:
         """Whether cuDNN's attention was measured."""
-        return self.cluster is not None and self.cluster.knows(CUDNN_BACKEND, self.dtype)
+        return self.cluster is not None and self.cluster.knows_attention(self.dtype, CUDNN_BACKEND)
 
     def cudnn_gain(self, length: Number, width: Number, backward: bool) -> np.ndarray:
         """Speed of cuDNN's measured attention to one causal document of this length over that of
@@ -231,13 +233,10 @@ class Rates:
         assert self.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(rows, 1.0), 1.0)
         direction: Literal["forward", "backward"] = "backward" if backward else "forward"
-        nearest = Heads(1, 1, 64)
-        if self.cluster.measured_heads:
-            mean_width = np.mean(width)
-            nearest = min(
-                self.cluster.measured_heads,
-                key=lambda choice: abs(np.log(choice.width / mean_width)),
-            )
+        mean_width = np.mean(width)
+        nearest = min(
+            self.cluster.measured_heads, key=lambda choice: abs(np.log(choice.width / mean_width))
+        )
         shortest = self.cluster.shortest_attention(nearest, self.dtype, direction)
         curve_length = np.maximum(length, shortest)
         document_s = self.cluster.attention_s(
@@ -248,7 +247,6 @@ class Rates:
             direction,
             causal=True,
             backend=CUDNN_BACKEND if cudnn else None,
-            beyond=True,
             without=None if cudnn else CUDNN_BACKEND,
         )
         if self.dispatch_s:
@@ -317,8 +315,8 @@ def tier_copy_s(
         return 0.0
     if tier == "host":
         copy = "to_host pinned both" if direction == "out" else "to_device pinned both"
-        return float(cluster.copy_s(copy, moved_bytes, beyond=True))
+        return float(cluster.copy_s(copy, moved_bytes))
     sharers = min(ranks, cluster.devices_per_node)
     access = "write" if direction == "out" else "read"
-    block_s = cluster.disk_s(access, moved_bytes, depth=1, mode="plain", beyond=True)
+    block_s = cluster.disk_s(access, moved_bytes)
     return sharers * float(block_s)

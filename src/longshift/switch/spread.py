@@ -86,7 +86,8 @@ def together(*sides: BoxesByWeight) -> dict[str, Spread]:
 def _piece_boxes(piece: Piece, layout: Layout, side: Side) -> list[tuple[Box, tuple[int, ...]]]:
     if side == "copies" or (side == "home" and not layout.zero):
         return [(piece.box, piece.holders)]
-    return [(rows, (rank,)) for rank in piece.holders if (rows := piece.rows(rank))]
+    shares = ((piece.share(index), (rank,)) for index, rank in enumerate(piece.holders))
+    return [(rows, holders) for rows, holders in shares if rows]
 
 
 def turn_about(held: BoxesByWeight, wanted: BoxesByWeight) -> dict[str, Spread]:

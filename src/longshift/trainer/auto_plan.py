@@ -323,7 +323,7 @@ class PlannedTask:
         min_s = best.seconds * (1 - self.band)
         max_s = best.seconds * (1 + self.band)
         calibration = task.cluster.calibration
-        source = f", calibrated by {calibration.steps} steps" if calibration else ""
+        source = f", calibrated by {len(calibration.errors)} steps" if calibration else ""
         yield (
             f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g}), on the clock{source}"
         )

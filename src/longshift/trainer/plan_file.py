@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.errors import CheckpointError
 from longshift.files import rewrite, written
-from longshift.layout.old_words import with_current_words
+from longshift.layout.auto_layout import with_current_words
 from longshift.trainer.trial_ranking import TrialResult, fastest_trial
 
 AGAIN = "remove it, and layout: auto is chosen again"
@@ -75,11 +77,13 @@ class PlanFile:
             TrialResult(row["typical_s"], tuple(row["measured_s"]), tuple(row["clock_s"]))
             for row in rows
         )
-        calibration = fields.pop("calibration", None)
+        calibration = TypeAdapter(Calibration | None).validate_python(
+            fields.pop("calibration", None)
+        )
         plan = cls(
             **fields | {"choices": tuple(fields["choices"])},  # pyright: ignore[reportArgumentType]
             trials=tuple(trials),
-            calibration=None if calibration is None else Calibration.from_json(calibration),
+            calibration=calibration,
         )
         if plan.chosen is not None and not 0 <= plan.chosen < len(plan.choices):
             raise ValueError(f"chosen is {plan.chosen}, of {len(plan.choices)} choices")

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from longshift.cluster.cluster import MOVED, Calibration, Cluster
-from longshift.cluster.files import figures
-from longshift.cluster.host import profile_of_host
+from longshift.cluster.files import figures, profile_of_host
 from longshift.command_results import CalibrationResult, CalibrationStep
 from longshift.config import Config
 from longshift.dist.world import World

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longshift.documents.micro import ChunkedPack
-from longshift.layout.heads import rank_heads
+from longshift.layout.placement import rank_heads
 from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import Run, TokenOrder
 from longshift.schedule.unit_events import EventLists

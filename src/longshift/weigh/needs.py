@@ -15,8 +15,8 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.layout import axes
-from longshift.layout.heads import rank_heads
 from longshift.layout.home_tiers import HomeTiers
+from longshift.layout.placement import rank_heads
 from longshift.model.kernel_calls import LONG
 from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
