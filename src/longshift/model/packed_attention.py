@@ -30,18 +30,16 @@ Backward = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """A kernel over packs. `windows`: whether it takes one; `repeats`: as of
-    `model.kernels.Kernel`."""
+    """A kernel over packs. `repeats`: as of `model.kernels.Kernel`."""
 
     forward: Forward
     backward: Backward
-    windows: bool = True
     repeats: Literal["always", "asked", "never"] = "always"
 
     def takes(self, lengths: Sequence[int], window: int | None) -> bool:
         """Whether it computes this pack; a single document without a window is one call
         of any kernel."""
-        return self.windows if banded(lengths, window) else len(lengths) > 1
+        return banded(lengths, window) or len(lengths) > 1
 
 
 def ends_of(lengths: Sequence[int], device: torch.device) -> Tensor:
