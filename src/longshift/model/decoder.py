@@ -26,10 +26,10 @@ from longshift.model.functions import (
     Linear,
     RmsNorm,
     Rotate,
-    SlicedRmsNorm,
     SoftCap,
     activate,
     alone,
+    sliced_norm,
 )
 from longshift.model.kernels import FLASH, Kernel, capped
 from longshift.model.loss import CrossEntropySum
@@ -330,8 +330,8 @@ class Block(Unit):
 
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
         """x [T, N H] normalized over all heads together, some of which other ranks hold."""
-        width = heads * self.spec.head_width
-        return SlicedRmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore
+        by = sliced_norm(heads * self.spec.head_width, ops.all_sum)
+        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, by)  # pyright: ignore
 
     def activation(self, x: Tensor) -> Tensor:
         return activate(x, self.spec.activation)

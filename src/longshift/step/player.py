@@ -21,8 +21,7 @@ from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
 from longshift.layout.layout import Layout
 from longshift.model.chosen_kernel import choose, kernels
-from longshift.model.compiled_functions import compiled
-from longshift.model.functions import WRITTEN_OUT
+from longshift.model.functions import WRITTEN_OUT, compiled
 from longshift.model.kernels import Kernel
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps

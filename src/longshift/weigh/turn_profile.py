@@ -53,7 +53,7 @@ class RankSetup:
     """A rank, and how it computes. `compute_bytes`: of an element of the compute format;
     `transport`: gloo with CPUs, NCCL with GPUs; `float8`: whether matmuls of blocks take factors of
     eight bits; `compiled`: whether each function of `model.functions` is one kernel, as
-    `model.compiled_functions` makes it, whose memory is that of functions that are not."""
+    `model.functions.compiled` makes it, whose memory is that of functions that are not."""
 
     spec: ModelSpec
     layout: Layout
