@@ -41,6 +41,7 @@ backward; other stages post them after their last message.
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 
 import numpy as np
@@ -191,15 +192,9 @@ class Steps:
         computed."""
         return None if previous is None else self.itinerary.source(previous)
 
-    def bring(self, source: Cut | None, target: Cut) -> Exchanges:
-        """The switch that brings the weights of `target`."""
-        return self._planned(self.itinerary.weights(source, target), source, target)
-
-    def take_home(self, source: Cut) -> Exchanges:
-        """The switch that brings the sums of `source` home."""
-        return self._planned(self.itinerary.sums(source), None, None)
-
-    def _planned(self, plan: Plan, source: Cut | None, target: Cut | None) -> Exchanges:
+    def exchanges(
+        self, plan: Plan, source: Cut | None = None, target: Cut | None = None
+    ) -> Exchanges:
         """A plan as the program needs it. `source`: the cut that it leaves; `target`: the cut that
         it fills; None where home does both."""
         if plan in self._exchanges:
@@ -324,8 +319,7 @@ class _Step:
             for units in exchanges.closes[: self.ahead]:
                 yield from (Op("close", number - 1, unit) for unit in units)
             yield from self._exchange(number, exchanges, "weights", self.ahead, exchanges.count)
-            yield Op("await exchange", number, number=exchanges.count - 1, way="weights")
-            yield from self._from_home(number, exchanges, "weights", exchanges.count - 1, True)
+            yield from self._await_exchange(number, exchanges, "weights", exchanges.count - 1)
             yield Op("arrived", number)
         if self.cut is not None:
             yield Op("close", number - 1)
@@ -336,7 +330,10 @@ class _Step:
     def _switch(self, number: int) -> Exchanges:
         """The switch to a visit from the one before."""
         previous = self.visits[number - 1].layout if number else None
-        return self.steps.bring(self.steps.source(previous), self.views[number].cut)
+        source = self.steps.source(previous)
+        target = self.views[number].cut
+        plan = self.steps.itinerary.weights(source, target)
+        return self.steps.exchanges(plan, source, target)
 
     def _exchange(
         self, number: int, exchanges: Exchanges, way: str, start: int, stop: int
@@ -345,8 +342,7 @@ class _Step:
         visit."""
         for i in range(start, stop):
             if i:
-                yield Op("await exchange", number, number=i - 1, way=way)
-                yield from self._from_home(number, exchanges, way, i - 1, True)
+                yield from self._await_exchange(number, exchanges, way, i - 1)
             if self.pending_updates or self.disk.units:
                 yield from self._before_exchange(exchanges, i)
             for unit in exchanges.opens[i]:
@@ -355,6 +351,11 @@ class _Step:
             yield Op("exchange", number, number=i, way=way)
             for unit in exchanges.closes[i]:
                 yield Op("close", number - 1, unit)
+
+    def _await_exchange(self, number: int, exchanges: Exchanges, way: str, i: int) -> Iterator[Op]:
+        """The end of exchange i, and what of a home on disk goes with it."""
+        yield Op("await exchange", number, number=i, way=way)
+        yield from self._from_home(number, exchanges, way, i, True)
 
     def _before_exchange(self, exchanges: Exchanges, i: int) -> Iterator[Op]:
         """Late updates of the units that an exchange may read from home."""
@@ -407,10 +408,9 @@ class _Step:
                     for unit in self.steps.trained
                     if unit not in self.disk.units
                 )
-            exchanges = self.steps.take_home(view.cut)
+            exchanges = self.steps.exchanges(self.steps.itinerary.sums(view.cut))
             yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
-            yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
-            yield from self._from_home(number, exchanges, "sums", exchanges.count - 1, True)
+            yield from self._await_exchange(number, exchanges, "sums", exchanges.count - 1)
             yield Op("forget", number)
         if not later_views:
             yield Op("close", number)
@@ -570,7 +570,7 @@ class _Step:
             yield from self.disk.await_writes("record", but=turn.unit)
             if is_last and not self.pending_updates and index + READ_AHEAD > first_final:
                 yield from self._ask_states(number, turns[max(index, first_final) :][:READ_AHEAD])
-            has_weights = view.has_weights(turn.unit)
+            has_weights = turn.unit in view.units
             if gathers and has_weights and (releases or turn.unit not in self.present):
                 if num_posted <= num_used:
                     yield from post()
@@ -595,7 +595,7 @@ class _Step:
         """Units that are gathered for these turns, in order: at each use, or before the first."""
         if not view.collective:
             return []
-        used = [turn.unit for turn in turns if view.has_weights(turn.unit)]
+        used = [turn.unit for turn in turns if turn.unit in view.units]
         if at_each_use:
             return used
         return [unit for unit in dict.fromkeys(used) if unit not in self.present]
@@ -625,11 +625,9 @@ class _Step:
         if next_cut.at_home or next_cut == self.views[number].cut:
             return {}
         self.ahead = self._switch(number + 1).ahead
-        final_turns = (
-            [index for index, turn in enumerate(turns) if turn.final]
-            if self.views[number].leads
-            else []
-        )
+        # No other stage waits for the last backward of the first stage.
+        is_first_stage = self.views[number].at.pp == 0
+        final_turns = [n for n, turn in enumerate(turns) if turn.final and is_first_stage]
         by_turn: dict[int, list[int]] = {}
         for i in range(self.ahead):
             turn = final_turns[i * len(final_turns) // self.ahead] if final_turns else len(turns)
@@ -731,13 +729,24 @@ class _Disk:
             yield op._replace(kind="await write")
 
 
+@lru_cache(maxsize=256)
+def _nominal_elements(spec: ModelSpec, layout: Layout, learned: bool) -> Mapping[int, int]:
+    """Elements of each moving unit on a rank, all or those that are trained. [Note: windows]"""
+    elements = dict.fromkeys(range(spec.units + 1), 0)
+    for param in spec.params:
+        if not (learned and param.frozen):
+            slices = layout.weight_ranks if param.dim is not None else 1
+            elements[moving_unit(spec, param)] += -(-param.elements // slices)
+    return elements
+
+
 class _Window(deque[int]):
     """Units whose gathers, or reductions, are under way, oldest first. Mutable. [Note: windows]"""
 
     def __init__(self, steps: Steps, view: RankLayout, kind: str):
         super().__init__()
         itemsize = steps.bytes[kind == "reduce"]
-        elements = view.elements if kind == "gather" else view.learned_elements
+        elements = _nominal_elements(view.spec, view.layout, kind == "reduce")
         self.size = {unit: elements * itemsize for unit, elements in elements.items()}
         self.capacity = max(self.size[unit] for unit in range(1, view.spec.layers + 1))
 

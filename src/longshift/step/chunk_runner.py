@@ -40,7 +40,7 @@ class ChunkedPacks(Runner):
     """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate`
     adds the gradients on a unit's weights to their sums; `watch` sees each event begin."""
 
-    def __init__(self, *how: Any, tier: Tier, ahead: int, accumulate: Callable[[int], object]):
+    def __init__(self, *how: Any, tier: Tier, accumulate: Callable[[int], object]):
         super().__init__(*how)
         self.tier: Tier = tier
         self.accumulate = accumulate
@@ -52,9 +52,7 @@ class ChunkedPacks(Runner):
 
         @lru_cache(maxsize=8)
         def lists_of(cut: Any, window: int | None, learns: bool) -> EventLists:
-            return event_lists(
-                self.spec, self.layout, self.at, cut, compute_bytes, ahead, window, learns
-            )
+            return event_lists(self.spec, self.layout, self.at, cut, compute_bytes, window, learns)
 
         self._lists = lists_of
 

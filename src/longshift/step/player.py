@@ -192,9 +192,7 @@ class Player(OperationPlayer):
         make_runner = partial(WholePacks, tier=tier)
         if layout.chunk:
             assert tier is not None
-            make_runner = partial(
-                ChunkedPacks, tier=tier, ahead=self.stream.ahead, accumulate=accumulate
-            )
+            make_runner = partial(ChunkedPacks, tier=tier, accumulate=accumulate)
         return make_runner(
             self.spec, layout, self.world, copies, self.precision, self.kernel, self.by
         )

@@ -298,7 +298,6 @@ class ChunkedPackMemory(ChunkedPacks, ActivationMemory):
             view,
             weights,
             tier=tier_memory(memory, view.layout),
-            ahead=memory.ahead,
             accumulate=self._accumulate,
         )
         self.loaded: dict[int, LoadedPack] = {}  # pyright: ignore

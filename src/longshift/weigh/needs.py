@@ -44,7 +44,6 @@ class StepShape:
 
     `tokens`: of a step, at least.
     `longest`: document, in tokens.
-    `ahead`: of streams.
     `home_in`: where the training state lies.
     `early`: whether units on disk may be updated before the norm.
     """
@@ -54,7 +53,6 @@ class StepShape:
     formats: Format
     tokens: int
     longest: int
-    ahead: int = 1
     home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     early: bool = True
 
@@ -80,7 +78,6 @@ class StepShape:
             transport,
             same_format=self.formats.compute == self.formats.home,
             host_is_device=host_is_device,
-            ahead=self.ahead,
             float8=self.formats.float8,
             with_peaks=with_peaks,
         )
