@@ -16,7 +16,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.model import attention
 from longshift.model.functions import GatedActivation
-from longshift.model.kernel_calls import EVEN, LONG
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.schedule.chunks import Buffer, cut_chunks
 from longshift.schedule.sequence import token_order
 from longshift.schedule.unit_events import event_lists

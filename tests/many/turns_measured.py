@@ -33,8 +33,8 @@ from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
 from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.functions import WRITTEN_OUT, add_product
-from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import FLASH
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
 from longshift.spec.adapters import Lora

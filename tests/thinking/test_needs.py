@@ -12,7 +12,7 @@ from longshift.cluster.names import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Ops
-from longshift.model.kernel_calls import LONG
+from longshift.model.packed_attention import LONG
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import OF_PRESETS, PASSES, Cost, Mesh, habits
 from longshift.simulate.rates import rates

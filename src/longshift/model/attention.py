@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from longshift.layout.heads import kernel_kv_heads
-from longshift.model.kernel_calls import LONG, banded
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
-from longshift.model.packed_attention import PackedKernel, ends_of
+from longshift.model.packed_attention import LONG, PackedKernel, banded, ends_of
 from longshift.schedule.windows import Mask, pieces
 
 

@@ -13,7 +13,6 @@ from longshift.cluster.cluster import Backend, Heads
 from longshift.errors import UsageError
 from longshift.model import packed_attention
 from longshift.model.cut import cut
-from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import (
     BY_SIZE,
     CUDNN,
@@ -23,7 +22,7 @@ from longshift.model.kernels import (
     reference,
     reference_backward,
 )
-from longshift.model.packed_attention import ends_of
+from longshift.model.packed_attention import EVEN, LONG, ends_of
 
 HEADS = Heads(8, 2, 64)
 TOKENS = 256

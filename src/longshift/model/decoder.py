@@ -32,8 +32,7 @@ from longshift.model.functions import (
     sliced_norm,
 )
 from longshift.model.kernels import FLASH, Kernel, capped
-from longshift.model.loss import CrossEntropySum
-from longshift.model.token_loss import TokenLossSum, token_loss
+from longshift.model.loss import CrossEntropySum, TokenLossSum, token_loss
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec, Rope
 

@@ -17,7 +17,7 @@ from longshift.cluster.cluster import Number
 from longshift.layout import axes
 from longshift.layout.heads import rank_heads
 from longshift.layout.home_tiers import HomeTiers
-from longshift.model.kernel_calls import LONG
+from longshift.model.packed_attention import LONG
 from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule.sequence import pack_order
@@ -91,7 +91,7 @@ class StepShape:
             return pack
 
         # A GPU may need more for shorter documents: those that attention's kernel is cut for
-        # (`model.cut`), and the longest of which a whole pack is one call (`model.kernel_calls`).
+        # (`model.cut`), and the longest of which a whole pack is one call (`model.packed_attention`).
         setup = RankSetup(
             spec=self.itinerary.spec,
             layout=layout,

@@ -33,8 +33,8 @@ from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
 from longshift.model.decoder import Block, Head, MicroBatch, Unit, build_unit, rotary_table
 from longshift.model.functions import WRITTEN_OUT, add_product
-from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
