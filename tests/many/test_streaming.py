@@ -193,16 +193,19 @@ def played(world: World, trial: dict, layout: str) -> dict:
 
         return wrapped
 
-    def watch(event: Event) -> None:
+    play = ChunkPlayer._play
+
+    def watched(self: ChunkPlayer, event: Event) -> None:
         plays[-1][1].append(event)
         plays[-1][2].append(time.perf_counter())
+        play(self, event)
 
-    runner.watch = watch
     with pytest.MonkeyPatch.context() as patch:
         operations = ("qkv", "to_heads", "attend", "to_tokens", "tail", "tail_back", "to_tokens_back", "attend_back")
         for name in (*operations, "to_heads_back", "qkv_back", "embed", "embed_back", "loss"):
             patch.setattr(ChunkPlayer, name, began(name))
         patch.setattr(ChunkPlayer, "run", recorded)
+        patch.setattr(ChunkPlayer, "_play", watched)
         once(state, player, batch)
     disordered = sum(list(events) != seen for events, seen, _, _ in plays)
     early = checked = 0

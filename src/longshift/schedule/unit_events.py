@@ -73,8 +73,8 @@ def event_lists(
     spec: ModelSpec,
     layout: Layout,
     coord: Coord,
-    pack_chunks: Sequence[Sequence[Run]],
     compute_bytes: int,
+    pack_chunks: Sequence[Sequence[Run]],
     window: int | None,
     learns: bool = True,
 ) -> EventLists:

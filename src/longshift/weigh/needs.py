@@ -91,7 +91,8 @@ class StepShape:
             return pack
 
         # A GPU may need more for shorter documents: those that attention's kernel is cut for
-        # (`model.cut`), and the longest of which a whole pack is one call (`model.packed_attention`).
+        # (`model.cut`), and the longest of which a whole pack is one call
+        # (`model.packed_attention`).
         setup = RankSetup(
             spec=self.itinerary.spec,
             layout=layout,
