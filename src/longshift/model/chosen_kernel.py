@@ -140,14 +140,11 @@ def choose(
         )
 
     # 3. The fastest.
-    if is_timed:
-        reason = f"{TIMED_TOKENS} queries and keys, forward and backward: {comparison}"
-    else:
-        reason = (
-            "the only one here"
-            if len(candidates) == 1
-            else f"the first that is deterministic: {comparison}"
-        )
+    reason = f"{TIMED_TOKENS} queries and keys, forward and backward: {comparison}"
+    if len(candidates) == 1:
+        reason = "the only one here"
+    elif not is_timed:
+        reason = f"the first that is deterministic: {comparison}"
     best = seconds.index(min(seconds))
     kernel = candidates[best]
     if wrong_packs[best]:

@@ -482,25 +482,21 @@ class _Step:
         """Read the masters and moments of a unit that is updated early, once its last reduction has
         begun."""
         if unit is not None and unit in self.early and not self.to_come[unit]:
-            yield from self.disk.ask_state(number, unit)
-
-    def _room_for_state(self, unit: int) -> bool:
-        """Whether masters and moments of a unit can be read beside those in memory. There is room
-        for those of two units that are updated one after the other, and for a quarter more: for a
-        small one, such as a last norm."""
-        return (
-            4 * sum(self.steps.kept[held] for held in {unit, *self.disk.states})
-            <= 5 * self.steps.early_pair
-        )
+            yield from self.disk.ask(unit, "state", number)
 
     def _ask_states(self, number: int, turns: Sequence[UnitTurn]) -> Iterator[Op]:
         """Read the masters and moments of units that are updated early, in the order of the turns
         to come, as far as there is room."""
-        for turn in turns:
-            if turn.unit in self.early and turn.unit not in self.disk.states:
-                if turn.unit in self.disk.records or not self._room_for_state(turn.unit):
+        kept = self.steps.kept
+        for unit in (turn.unit for turn in turns if turn.unit in self.early):
+            held = {asked for asked, part in self.disk.asked if part == "state"}
+            # There is room for those of two units that are updated one after the other, and for a
+            # quarter more: for a small one, such as a last norm.
+            has_room = 4 * sum(kept[u] for u in {unit, *held}) <= 5 * self.steps.early_pair
+            if unit not in held:
+                if (unit, "record") in self.disk.asked or not has_room:
                     return
-                yield from self.disk.ask_state(number, turn.unit)
+                yield from self.disk.ask(unit, "state", number)
 
     def _gather(self, number: int, unit: int, next_units: Sequence[int] = ()) -> Iterator[Op]:
         """A gather, with the master from disk where home is there. `next_units`: that are gathered
@@ -519,7 +515,9 @@ class _Step:
                 break
             if ahead in self.disk.units:
                 yield from (
-                    self.disk.ask_record(ahead) if is_pending else self.disk.ask(number, ahead)
+                    self.disk.ask(ahead, "record")
+                    if is_pending
+                    else self.disk.ask(ahead, "master", number)
                 )
         yield from self._update(unit)
         on_disk = unit in self.disk.units
@@ -537,10 +535,13 @@ class _Step:
         view = self.views[number]
         releases = self.visits[number].layout.zero == 3 and view.collective
 
-        # 1. What is gathered.
+        # 1. What is gathered, in order: at each use, or before the first.
+        gathers: list[int] = []
         if view.collective:
             yield from self._gather_tied(number)
-        gathers = self._gathered_units(view, turns, at_each_use=releases)
+            gathers = [turn.unit for turn in turns if turn.unit in view.units]
+            if not releases:
+                gathers = [unit for unit in dict.fromkeys(gathers) if unit not in self.present]
 
         # 2. Gathers are posted as far as there is room. A unit that is there still, or under way,
         # stays for its next use instead.
@@ -589,17 +590,6 @@ class _Step:
                 yield Op("release", number, turn.unit)
         yield from self._exchanges_ahead(number, ahead.get(len(turns), ()))
 
-    def _gathered_units(
-        self, view: RankLayout, turns: Sequence[UnitTurn], at_each_use: bool
-    ) -> list[int]:
-        """Units that are gathered for these turns, in order: at each use, or before the first."""
-        if not view.collective:
-            return []
-        used = [turn.unit for turn in turns if turn.unit in view.units]
-        if at_each_use:
-            return used
-        return [unit for unit in dict.fromkeys(used) if unit not in self.present]
-
     def _gather_tied(self, number: int) -> Iterator[Op]:
         """Gather a tied embedding, which stays: the first and the last turn of a forward use it."""
         for unit in self.views[number].tied:
@@ -642,23 +632,26 @@ class _Disk:
     def __init__(self, units: Sequence[int]):
         self.units = frozenset(units)
         self.masters = Counter[int]()  # users
-        self.asked: set[int] = set()
-        self.records: set[int] = set()  # units whose records are here, or asked for
-        self.states: set[int] = set()  # units whose masters and moments are here, or asked for
+        # Units with the part that was asked for: a master until it is used, others until they are
+        # written.
+        self.asked: set[tuple[int, str]] = set()
         self.sums: set[int] = set()  # units that have gradient sums
         self.writing: deque[Op] = deque()
 
-    def ask(self, number: int, unit: int) -> Iterator[Op]:
-        """Read the master of a unit, for `have`."""
-        if not self.masters[unit] and unit not in self.asked:
-            self.asked.add(unit)
-            yield Op("read", number, unit, part="master")
+    def ask(self, unit: int, part: str, number: int = 0) -> Iterator[Op]:
+        """Read a part of a unit, unless that has been asked for."""
+        if (unit, part) in self.asked or (part == "master" and self.masters[unit]):
+            return
+        if part == "state" and (unit, "record") in self.asked:
+            yield from self.await_writes()
+        self.asked.add((unit, part))
+        yield Op("read", number, unit, part=part)
 
     def have(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the master of a unit, until it is left."""
         if not self.masters[unit]:
-            yield from self.ask(number, unit)
-            self.asked.remove(unit)
+            yield from self.ask(unit, "master", number)
+            self.asked.remove((unit, "master"))
             yield Op("await read", number, unit, part="master")
         self.masters[unit] += 1
 
@@ -670,25 +663,11 @@ class _Disk:
 
     def have_record(self, unit: int, next_unit: int | None) -> Iterator[Op]:
         """Bring the record of a unit, until it is written, and ask for that of `next_unit`."""
-        yield from self.ask_record(unit)
+        yield from self.ask(unit, "record")
         yield Op("await read", unit=unit, part="record")
         if next_unit is not None:
-            yield from self.ask_record(next_unit)
+            yield from self.ask(next_unit, "record")
         self.masters[unit] += 1
-
-    def ask_record(self, unit: int) -> Iterator[Op]:
-        """Read the record of a unit, for `have_record`."""
-        if unit not in self.records:
-            self.records.add(unit)
-            yield Op("read", unit=unit, part="record")
-
-    def ask_state(self, number: int, unit: int) -> Iterator[Op]:
-        """Read the masters and moments of a unit, until they are written."""
-        if unit not in self.states:
-            if unit in self.records:
-                yield from self.await_writes()
-            self.states.add(unit)
-            yield Op("read", number, unit, part="state")
 
     def bring_sums(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the gradient sums of a unit, if there are some."""
@@ -721,10 +700,8 @@ class _Disk:
         unit `but`, and what follows it, goes on."""
         while self.writing and part in (None, self.writing[0].part) and self.writing[0].unit != but:
             op = self.writing.popleft()
-            if op.part == "state":
-                self.states.discard(op.unit)
+            self.asked.discard((op.unit, op.part))
             if op.part == "record":
-                self.records.remove(op.unit)
                 self.masters[op.unit] -= 1
             yield op._replace(kind="await write")
 
