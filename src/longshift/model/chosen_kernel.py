@@ -189,7 +189,7 @@ def _packs_are_right(
     scale = heads.width**-0.5
     for window in (None, BAND):
         documents = zip(*(t.double().split(PACK) for t in inputs))
-        exact = [_exact_results(*document, scale, window) for document in documents]
+        exact = [_exact_results(*document, scale=scale, window=window) for document in documents]
         try:
             out, lse = kernel.packed.forward(q, k, v, ends, PACK, window, scale)
             grads = kernel.packed.backward(grad, q, k, v, out, lse, ends, PACK, window, scale)
