@@ -615,9 +615,8 @@ class _Step:
         if next_cut.at_home or next_cut == self.views[number].cut:
             return {}
         self.ahead = self._switch(number + 1).ahead
-        # No other stage waits for the last backward of the first stage.
-        is_first_stage = self.views[number].at.pp == 0
-        final_turns = [n for n, turn in enumerate(turns) if turn.final and is_first_stage]
+        leads = self.views[number].leads
+        final_turns = [index for index, turn in enumerate(turns) if turn.final and leads]
         by_turn: dict[int, list[int]] = {}
         for i in range(self.ahead):
             turn = final_turns[i * len(final_turns) // self.ahead] if final_turns else len(turns)

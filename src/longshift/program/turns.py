@@ -69,6 +69,11 @@ class RankLayout:
         # Weights come and sums go by collectives among holders.
         self.collective = cut.at_home or cut.side == "rows"
 
+    @property
+    def leads(self) -> bool:
+        """Whether no other stage waits for this rank's last backward. [Note: order]"""
+        return self.at.pp == 0
+
     def learning(self, unit: int) -> tuple[int, ...]:
         """The moving units with trained weights that `unit` uses on this rank: the tied embedding,
         its own."""
