@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from longshift.cluster.cluster import Number
-from longshift.model.kernel_calls import EVEN, LONG
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.simulate.cost import FLASH3, RECOMPUTE, REST, Mesh, Work
 from longshift.simulate.rates import Rates
 from longshift.spec.model import ModelSpec

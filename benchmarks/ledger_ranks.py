@@ -70,7 +70,7 @@ def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = N
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     links = assumed(per_node or layouts[0].world)
     itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)
-    return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead, home_in=HomeTiers.parse(trial.home))
+    return StepShape(itinerary, edges, formats, 0, trial.capacity, home_in=HomeTiers.parse(trial.home))
 
 
 def predict(

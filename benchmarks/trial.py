@@ -51,7 +51,7 @@ class Trial:
     """What is trained, how, and on what; without a layout. `lengths`: documents of each step, their tokens drawn from `seed`, or `given`:
     (ids, labels) of each document of each step. `edges`: the lengths up to which each group but the last goes, where there are several;
     `packs`: capacities of their packs, their edges where not given, as `capacity` is the last group's; then how switches are planned.
-    `ahead`: of streamed layouts; `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn
+    `stream_folder`: where the disk tier of streamed layouts is, the system's temporary folder where not given. `masked`: drawn
     documents are conversations, of which turns are learned in part, and one document of each step not at all. `stages`: those after the
     first. `home`: where the training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates; `gradients`,
     `weights`: of these on the wire. `compile`: whether layouts, and not the reference, compile their arithmetic. `float8`: whether matmuls
@@ -72,7 +72,6 @@ class Trial:
     planner: Planner = "fan_out"
     bucket_bytes: int = 32 << 20
     ahead_bytes: int = 256 << 20
-    ahead: int = 1
     stream_folder: str | None = None
     masked: bool = False
     stages: tuple[Later, ...] = ()
@@ -201,7 +200,7 @@ def build(
     optimizer = Optimizer(home, trial.rule)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
-    stream = StreamOptions(trial.stream_folder or tempfile.gettempdir(), trial.ahead, checked=True)
+    stream = StreamOptions(trial.stream_folder or tempfile.gettempdir(), checked=True)
     return state, Player(trial.spec, edges, world, home, precision, options, stream, home_cut, compile=trial.compile)
 
 

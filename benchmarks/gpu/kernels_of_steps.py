@@ -31,8 +31,8 @@ from steps import Case, K, build, llama, profiled, wait, warm
 from longshift.cluster.cluster import Heads
 from longshift.layout.layout import Layout
 from longshift.model.cut import cut
-from longshift.model.kernel_calls import EVEN
 from longshift.model.kernels import CUDNN, FLASH
+from longshift.model.packed_attention import EVEN
 
 SQUARES = (1024, 1500, 2048, 2500, 3000, 4096, 4500, 5100, 6000, 8200, 10000, 16384, 17000, 33000, 65536, 66000)
 PIECES = ((2500, 2500), (5000, 5000), (5000, 9000), (8192, 8192), (17000, 17000))  # queries and keys of pieces that are not causal

@@ -87,7 +87,6 @@ def test_a_pack_in_one_call_is_as_exact_as_a_call_for_each_document(device: torc
     heads, lengths = Heads(8, 2, 64), (300, 1, 1024, 77)
     kernel, reason = choose(kernels(device, torch.bfloat16), heads, torch.bfloat16, device, lambda seconds: seconds)
     assert kernel.packed is not None, reason
-    assert kernel.packed.windows, reason
     make = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), count, heads.width) for count in (heads.query, heads.key, heads.key, heads.query)]
     given = [torch.randn(*shape, generator=make, dtype=torch.float64).bfloat16() for shape in shapes]

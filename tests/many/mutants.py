@@ -650,7 +650,7 @@ def pair_without_backward(patch: Patch) -> None:
 
     def wrong(self: ChunkPlayer, event: Event) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            if event.keys == self.sees[event.chunk] < event.chunk:
+            if event.keys == self.lists.first_keys[event.chunk] < event.chunk:
                 inner.setattr(ChunkPlayer, "_pairs", lambda self, c, j: lambda sender: [])
             back(self, event)
 

@@ -21,8 +21,7 @@ from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Ops
 from longshift.model.functions import WRITTEN_OUT
-from longshift.model.loss import IGNORE
-from longshift.model.token_loss import token_loss
+from longshift.model.loss import IGNORE, token_loss
 from longshift.simulate.turn_calls import TurnKind, turn_calls
 from longshift.spec.rule import Rule
 from longshift.state.user_rule import checked_rule, update_in_pieces

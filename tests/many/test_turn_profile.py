@@ -16,7 +16,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.model import attention
 from longshift.model.functions import GatedActivation
-from longshift.model.kernel_calls import EVEN, LONG
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.schedule.chunks import Buffer, cut_chunks
 from longshift.schedule.sequence import token_order
 from longshift.schedule.unit_events import event_lists
@@ -129,7 +129,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
     parsed = Layout.parse(layout)
     setup = RankSetup(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], float8=dtype == "float8")
     chunks = cut_chunks(LENGTHS, parsed.chunk)
-    made = event_lists(SPECS[spec], parsed, setup.coord, chunks, BYTES[dtype], 1, SPECS[spec].window(1))
+    made = event_lists(SPECS[spec], parsed, setup.coord, BYTES[dtype], chunks, SPECS[spec].window(1))
     known: dict[Buffer, int] = {}
     gradients = 0
     owed = 0  # by consecutive frees: graph and exchange share storages

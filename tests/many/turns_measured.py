@@ -33,8 +33,8 @@ from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
 from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.functions import WRITTEN_OUT, add_product
-from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import FLASH
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
 from longshift.spec.adapters import Lora
@@ -164,7 +164,7 @@ def _events(world: World, spec: ModelSpec, layout: Layout, precision: Precision,
         units[unit].zero_grad()
 
     copies: Any = SimpleNamespace(fill=lambda unit: filled(unit, layout, world, dtype, device), expect=lambda unit: None)
-    runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, WRITTEN_OUT, tier=Elsewhere(), ahead=1, accumulate=added)
+    runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, WRITTEN_OUT, tier=Elsewhere(), accumulate=added)
     units |= runner.modules
     watch = Watch(held, device, runner.ops.groups)
     runner.load(0, runner.on_host([Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]))

@@ -9,9 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.errors import UsageError
-from longshift.model.compiled_functions import compiled
 from longshift.model.decoder import rotary_table
-from longshift.model.functions import WRITTEN_OUT, Elementwise, GatedActivation, Linear, RmsNorm, Rotate, SlicedRmsNorm, add_product, alone
+from longshift.model.functions import (
+    WRITTEN_OUT,
+    Elementwise,
+    GatedActivation,
+    Linear,
+    RmsNorm,
+    Rotate,
+    add_product,
+    alone,
+    compiled,
+    sliced_norm,
+)
 from longshift.spec.model import Rope
 
 EPS = 1e-6
@@ -130,7 +140,7 @@ def test_a_norm_of_slices_is_the_norm_of_the_whole():
     make = torch.Generator().manual_seed(0)
     x, w, grad = (torch.randn(shape, generator=make, dtype=torch.float64) for shape in ((37, 48), (48,), (37, 48)))
     truth = outcome(lambda x, w: RmsNorm.apply(x, w, EPS, WRITTEN_OUT), [x, w], (), grad)
-    found = outcome(lambda x, w: SlicedRmsNorm.apply(x, w, EPS, 48, alone), [x, w], (), grad)
+    found = outcome(lambda x, w: RmsNorm.apply(x, w, EPS, sliced_norm(48, alone)), [x, w], (), grad)
     assert all(torch.equal(a, b) for a, b in zip(found, truth))
 
 

@@ -25,7 +25,7 @@ from longshift.cluster.files import cluster  # noqa: E402
 from longshift.config import Config  # noqa: E402
 from longshift.errors import UsageError  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
-from longshift.model.kernel_calls import LONG  # noqa: E402
+from longshift.model.packed_attention import LONG  # noqa: E402
 from longshift.simulate.calibrate import band_of_errors, by_steps  # noqa: E402
 from longshift.simulate.cost import Cost, Mesh, habits  # noqa: E402
 from longshift.simulate.rates import rates  # noqa: E402

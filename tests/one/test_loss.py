@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshift.model.compiled_functions import compiled
-from longshift.model.functions import WRITTEN_OUT, Elementwise, alone
+from longshift.model.functions import WRITTEN_OUT, Elementwise, alone, compiled
 from longshift.model.loss import IGNORE, CrossEntropySum
 
 TOKENS, VOCAB = 23, 257

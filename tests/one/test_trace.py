@@ -34,7 +34,7 @@ def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     spans = [event for event in events if event["ph"] == "X"]
     assert min(span["ts"] for span in spans) == 0
     assert all(span["dur"] >= 0 for span in spans)
-    made = event_lists(SPEC, layout, layout.coord(0), cut_chunks([40, 21], 13), 8, 1, None)
+    made = event_lists(SPEC, layout, layout.coord(0), 8, cut_chunks([40, 21], 13), None)
     units = range(SPEC.layers + 2)
     turns = [*forward_turns(units, SPEC.layers, layout.every), *backward_turns(units, SPEC.layers, layout.every)]
     played = [event for _, turn in turns for event in made.by_turn[turn]]

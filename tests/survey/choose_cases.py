@@ -246,9 +246,7 @@ def main() -> None:
             if reason := kept_reason(before[name]["chosen_for"], choice.rows[name]["cpu_s"]):
                 choice.reasons.setdefault(name, reason)
         choice.add_cheapest(known=before)
-        print(
-            f"{len(choice.reasons)} with the cheapest of new tests and those chosen for lines and benchmarks before, {choice.seconds():.0f} s"
-        )
+        print(f"{len(choice.reasons)} with new tests, lines and benchmarks, {choice.seconds():.0f} s")
         report_and_write(rows, choice, arguments.write, {name: row for name, row in before.items() if name not in rows})
         return
 

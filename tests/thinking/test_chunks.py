@@ -242,8 +242,8 @@ def test_slots_are_bounded_whatever_the_number_of_chunks(sees, policy):
 @given(seen, policies)
 def test_gradients_that_an_operation_leaves_on_weights_are_added_up_at_once(sees, policy):
     blocks = [1 + c % 3 for c in range(len(sees))]
-    loss = end_events("loss", "x", "dx", len(sees), policy.ahead, {}, blocks)
-    embedding = [end_events(*ends, len(sees), policy.ahead, {}) for ends in (("embed", None, "y"), ("embed_back", "dy", None))]
+    loss = end_events("loss", "x", "dx", len(sees), {}, blocks)
+    embedding = [end_events(*ends, len(sees), {}) for ends in (("embed", None, "y"), ("embed_back", "dy", None))]
     assert [(e.chunk, e.keys) for e in loss if e.name == "loss"] == [(c, block) for c, count in enumerate(blocks) for block in range(count)]
     for events in (*both(sees, policy), loss, *embedding):
         leaves = [event.name in ("tail_back", "qkv_back", "embed_back", "loss") for event in events]

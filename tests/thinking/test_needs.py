@@ -12,7 +12,7 @@ from longshift.cluster.files import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Ops
-from longshift.model.kernel_calls import LONG
+from longshift.model.packed_attention import LONG
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import OF_PRESETS, PASSES, Cost, Mesh, habits
 from longshift.simulate.rates import rates
@@ -36,9 +36,9 @@ def shape(text: str, upto: int = 2048, tokens: int = 8192) -> StepShape:
     return shape_of(*(Edge(upto >> (len(layouts) - 1 - number), layout) for number, layout in enumerate(layouts)), tokens=tokens)
 
 
-def shape_of(*edges: Edge, tokens: int, longest: int = 0, ahead: int = 1) -> StepShape:
+def shape_of(*edges: Edge, tokens: int, longest: int = 0) -> StepShape:
     itinerary = Itinerary(SPEC, edges, assumed(2), 2, 4, SwitchOptions(bucket_bytes=1 << 20))
-    return StepShape(itinerary, edges, FORMATS["bf16"], tokens, longest or edges[-1].upto, ahead)
+    return StepShape(itinerary, edges, FORMATS["bf16"], tokens, longest or edges[-1].upto)
 
 
 def whole_step(run: StepShape):
@@ -113,7 +113,7 @@ def random_run(rng: random.Random) -> tuple[StepShape, bool]:
     before = rng.choice([None, mesh, f"{mesh}.chunk64{rng.choice(TIERS)}"])
     edges = [Edge(rng.choice([8, 20, 40]) * 64, Layout.parse(before))] if before else []
     edges = [edge for edge in edges if edge.upto < upto] + [Edge(upto, layout)]
-    run = shape_of(*edges, tokens=2 * upto, longest=longest, ahead=rng.choice([1, 2]))
+    run = shape_of(*edges, tokens=2 * upto, longest=longest)
     return run, longest % 64 == 0 or all(edge.upto // longest < 4 for edge in edges)
 
 

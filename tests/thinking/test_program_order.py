@@ -545,7 +545,7 @@ class Follow:
     def arrived(self) -> None:
         here = {(self.cut, unit) for unit in self.view.units}
         before = self.visits[self.op.visit - 1].layout if self.op.visit else None
-        count = self.case.steps[self.rank].bring(self.case.steps[self.rank].source(before), self.cut).count
+        count = self.case.itinerary.weights(self.case.steps[self.rank].source(before), self.cut).exchanges
         self.need("weights" not in self.coming and self.exchanged.get((self.op.visit, "weights")) == count - 1, "exchanges are missing")
         self.need(here <= self.opened, "a unit has no storage")
         self.present |= here if not self.view.collective else set()
@@ -559,7 +559,7 @@ class Follow:
         self.opened -= gone
 
     def forget(self) -> None:
-        count = self.case.steps[self.rank].take_home(self.cut).count
+        count = self.case.itinerary.sums(self.cut).exchanges
         self.need("sums" not in self.coming and self.exchanged.get((self.op.visit, "sums")) == count - 1, "exchanges are missing")
         left = {(cut, unit) for cut, unit in self.added if cut == self.cut}
         self.need(not (left and self.view.collective), "sums were not reduced")

@@ -19,7 +19,7 @@ from longshift.cluster.cluster import SHARES, Cluster, Link, Operation
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
-from longshift.model.kernel_calls import EVEN, LONG
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.planner import candidates as layouts
 from longshift.planner.group_seconds import GroupSeconds, stalled_s, step_seconds
 from longshift.schedule.pipeline import stage_passes

@@ -9,14 +9,14 @@ Letters: T query tokens, S key tokens, N query heads, K key/value heads, H head 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshift.layout.placement import kernel_kv_heads
-from longshift.model.kernel_calls import LONG, banded
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
-from longshift.model.packed_attention import PackedKernel, ends_of
+from longshift.model.packed_attention import LONG, PackedKernel, banded, ends_of
 from longshift.schedule.windows import Mask, pieces
 
 
@@ -37,22 +37,41 @@ class Attention:
         packed = self.kernel.packed
         return packed if packed and packed.takes(lengths, window) else None
 
-    def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
-        """Lengths of the documents that are computed together, in their order. A packed kernel
-        takes all of a pack that has a window. Without one it takes those between long documents: a
-        long one fills a GPU alone, by any kernel; memory is then the same whichever is chosen, but
-        for `model.cut`."""
+    def calls(
+        self, lengths: Sequence[int], window: int | None, ends: Tensor | None
+    ) -> "list[Call]":
+        """The calls of a pack, in the order of its documents. A packed kernel takes all of a pack
+        that has a window. Without one it takes those between long documents: a long one fills a GPU
+        alone, by any kernel; memory is then the same whichever is chosen, but for `model.cut`.
+        `ends`: of all documents."""
+        # 1. Which documents are computed together.
+        groups: list[tuple[int, ...]] = []
         if self.packed(lengths, window) is None:
-            return [(length,) for length in lengths]
-        if banded(lengths, window):
-            return [tuple(lengths)]
-        calls: list[tuple[int, ...]] = []
-        for length in lengths:
-            # Calls end before and after a long document, so that no call mixes long and short ones.
-            if calls and max(length, calls[-1][-1]) < LONG:
-                calls[-1] = (*calls[-1], length)
-            else:
-                calls.append((length,))
+            groups = [(length,) for length in lengths]
+        elif banded(lengths, window):
+            groups = [tuple(lengths)]
+        else:
+            for length in lengths:
+                # Calls end before and after a long document: none mixes long and short ones.
+                if groups and max(length, groups[-1][-1]) < LONG:
+                    groups[-1] = (*groups[-1], length)
+                else:
+                    groups.append((length,))
+
+        # 2. Where they lie.
+        calls: list[Call] = []
+        document = 0
+        token = 0
+        for group in groups:
+            packed = self.packed(group, window)
+            group_ends = ends
+            if packed and len(group) < len(lengths):
+                assert ends is not None
+                group_ends = ends[document : document + len(group) + 1] - ends[document]
+            rows = slice(token, token + sum(group))
+            calls.append(Call(group, rows, packed, group_ends))
+            document += len(group)
+            token = rows.stop
         return calls
 
     def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -177,16 +196,12 @@ class PackedAttention(torch.autograd.Function):
         q, k, v, *results = ctx.saved_tensors
         window = ctx.window
         attention = ctx.attention
-        calls = _calls(ctx.lengths, window, attention, ctx.ends)
-
-        # 1. Gradients of a single call are returned as the kernel makes them, without a copy.
-        if len(calls) == 1 and (calls[0].ends is not None or not banded(ctx.lengths, window)):
-            out, lse = results or _forward(q, k, v, ctx.lengths, window, attention, ctx.ends)
-            grads = _backward(grad, q, k, v, out, lse, calls[0], window, attention)
-            return *grads, None, None, None, None
-
-        # 2. Those of several calls are copied to their rows, call by call.
-        totals = [torch.empty_like(t) for t in (q, k, v)]
+        calls = attention.calls(ctx.lengths, window, ctx.ends)
+        # Gradients of a single call are returned as the kernel makes them, without a copy. Those of
+        # several, or of a band of pieces, are copied to their rows.
+        is_band = banded(ctx.lengths, window) and not calls[0].packed
+        is_copied = len(calls) > 1 or is_band
+        totals = [torch.empty_like(t) for t in (q, k, v)] if is_copied else []
         for call in calls:
             call_grad, call_q, call_k, call_v = (t[call.rows] for t in (grad, q, k, v))
             if results:
@@ -198,43 +213,21 @@ class PackedAttention(torch.autograd.Function):
             call_grads = _backward(
                 call_grad, call_q, call_k, call_v, out, lse, call, window, attention
             )
+            if not is_copied:
+                return *call_grads, None, None, None, None
             copy_each([total[call.rows] for total in totals], call_grads)
             del call_grads, out, lse  # freed before the next call allocates its own
         return *totals, None, None, None, None
 
 
-@dataclass(frozen=True)
-class Call:
-    """Lengths of documents that are computed together, the rows of their tokens in the pack, and
-    their `ends` where one call of a packed kernel does that."""
+class Call(NamedTuple):
+    """Documents that are computed together: their lengths, the rows of their tokens in the pack,
+    and the packed kernel that computes them in one call by their `ends`, where one does."""
 
     lengths: tuple[int, ...]
     rows: slice
+    packed: PackedKernel | None
     ends: Tensor | None
-
-
-def _calls(
-    lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None
-) -> list[Call]:
-    """The calls of a pack. `ends`: of all its documents."""
-    calls = []
-    document = 0
-    token = 0
-    for call_lengths in attention.calls(lengths, window):
-        next_document = document + len(call_lengths)
-        next_token = token + sum(call_lengths)
-        call_ends = None
-        if attention.packed(call_lengths, window):
-            assert ends is not None
-            call_ends = (
-                ends
-                if len(call_lengths) == len(lengths)
-                else ends[document : next_document + 1] - ends[document]
-            )
-        calls.append(Call(call_lengths, slice(token, next_token), call_ends))
-        document = next_document
-        token = next_token
-    return calls
 
 
 def _backward(
@@ -249,8 +242,8 @@ def _backward(
     attention: Attention,
 ) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv); in at least float32 where a window is computed by pieces."""
-    if packed := attention.packed(call.lengths, window):
-        return packed.backward(
+    if call.packed:
+        return call.packed.backward(
             grad, q, k, v, out, lse, call.ends, call.lengths, window, attention.scale
         )
     # Without a packed kernel a window is a band of pieces.
@@ -270,22 +263,21 @@ def _forward(
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output, in the format of q, and log-sum-exp of a pack."""
-    calls = _calls(lengths, window, attention, ends)
-    packed = attention.packed(lengths, window)
-    if packed and len(calls) == 1:
-        return packed.forward(q, k, v, calls[0].ends, lengths, window, attention.scale)
+    calls = attention.calls(lengths, window, ends)
+    if len(calls) == 1 and calls[0].packed:
+        return calls[0].packed.forward(q, k, v, ends, lengths, window, attention.scale)
 
     sum_dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=sum_dtype)
     for call in calls:
         call_q, call_k, call_v, call_out, call_lse = (t[call.rows] for t in (q, k, v, out, lse))
-        if packed and call.ends is not None:
+        if call.packed:
             # Without a name for the results, which would keep them while the next call allocates
             # its own.
             copy_each(
                 (call_out, call_lse),
-                packed.forward(
+                call.packed.forward(
                     call_q, call_k, call_v, call.ends, call.lengths, window, attention.scale
                 ),
             )

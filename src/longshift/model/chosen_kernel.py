@@ -13,7 +13,6 @@ from longshift.cluster.cluster import Backend, Heads
 from longshift.errors import UsageError
 from longshift.model import packed_attention
 from longshift.model.cut import cut
-from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import (
     BY_SIZE,
     CUDNN,
@@ -23,7 +22,7 @@ from longshift.model.kernels import (
     reference,
     reference_backward,
 )
-from longshift.model.packed_attention import ends_of
+from longshift.model.packed_attention import EVEN, LONG, ends_of
 
 HEADS = Heads(8, 2, 64)
 TOKENS = 256
@@ -33,6 +32,8 @@ PACK = (60, 1, 130, 65)
 BAND = 48
 WRONG = 0.05  # a relative error above this is no rounding
 SECONDS = 0.05  # of timing, a kernel and direction
+# Of a kernel that is not here, or not for these inputs.
+FAULTS = (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError)
 # It plans anew for every shape, in a tenth of a second.
 LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)
 
@@ -73,7 +74,7 @@ def probe(
                 exact_grad, exact_q, exact_k, exact_v, large_out, large_lse, False, scale
             )
             global_lse = _error(grads, exact_grads) < WRONG
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as fault:
+    except FAULTS as fault:
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         return Backend(kernel.name, name, why_not=reason.split(". ")[0].rstrip("."))
     if not (forward_error < WRONG and backward_error < WRONG):
@@ -99,8 +100,8 @@ def choose(
     device: torch.device,
     slowest: Callable[[Tensor], Tensor],
 ) -> tuple[Kernel, str]:
-    """The fastest of those that can be used here, with its packed form as far as that can be, and
-    the reason in words. Where torch is asked for deterministic algorithms, the first that is
+    """The fastest of those that can be used here, with its packed form if that can be, and the
+    reason in words. Where torch is asked for deterministic algorithms, the first that is
     deterministic: timing may choose another one in every run. `slowest`: the largest of every
     number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can
     be used on all."""
@@ -108,6 +109,7 @@ def choose(
     refusals = _refusals(candidates, heads, dtype, device)
     is_timed = len(candidates) > 1 and not asked()
     rank_seconds = []
+    wrong_packs = []
     for number, kernel in enumerate(candidates):
         if refusals[number]:
             rank_seconds.append(float("inf"))
@@ -115,14 +117,11 @@ def choose(
             rank_seconds.append(
                 _seconds(kernel, heads, dtype, device) if is_timed else float(number)
             )
-    packed_forms = [_packed_form(kernel, heads, dtype, device) for kernel in candidates]
+        wrong_packs.append(float(not _packs_are_right(kernel, heads, dtype, device)))
 
-    # 2. What all ranks can use, and how fast the slowest is. The largest of negative forms is that
-    # of the rank which can use least.
-    rank_rows = torch.tensor(
-        [rank_seconds, [-form for form in packed_forms]], dtype=torch.float64, device=device
-    )
-    seconds, negative_forms = slowest(rank_rows).tolist()
+    # 2. What all ranks can use, and how fast the slowest is.
+    rank_rows = torch.tensor([rank_seconds, wrong_packs], dtype=torch.float64, device=device)
+    seconds, wrong_packs = slowest(rank_rows).tolist()
     verdict_texts = []
     for number, kernel in enumerate(candidates):
         if seconds[number] == float("inf") and not refusals[number]:
@@ -141,102 +140,70 @@ def choose(
         )
 
     # 3. The fastest.
-    if is_timed:
-        reason = f"{TIMED_TOKENS} queries and keys, forward and backward: {comparison}"
-    else:
-        reason = (
-            "the only one here"
-            if len(candidates) == 1
-            else f"the first that is deterministic: {comparison}"
-        )
+    reason = f"{TIMED_TOKENS} queries and keys, forward and backward: {comparison}"
+    if len(candidates) == 1:
+        reason = "the only one here"
+    elif not is_timed:
+        reason = f"the first that is deterministic: {comparison}"
     best = seconds.index(min(seconds))
-    kernel, note = _with_packed_form(candidates[best], -negative_forms[best])
-    return kernel, reason + note
-
-
-def _with_packed_form(kernel: Kernel, form: float) -> tuple[Kernel, str]:
-    """The kernel with its packed form, as far as all ranks can use it, and what is to be said of
-    that. `form`: as of `_packed_form`."""
-    if kernel.packed is None:
-        return kernel, ""
-    if form == 0:
-        note = "; its packed form cannot be used: a call for each document"
-        return replace(kernel, packed=None), note
-    return replace(kernel, packed=replace(kernel.packed, windows=form == 2)), ""
+    kernel = candidates[best]
+    if wrong_packs[best]:
+        kernel = replace(kernel, packed=None)
+        reason += "; its packed form cannot be used: a call for each document"
+    return kernel, reason
 
 
 def _refusals(
     candidates: Sequence[Kernel], heads: Heads, dtype: torch.dtype, device: torch.device
 ) -> list[str]:
-    """Why each kernel is not used on this rank. Empty texts for those that can be."""
+    """Why each kernel is not used on this rank: it does not run, is not legal for pieces, has
+    errors twice as large as another one's, or is not deterministic where that is asked. Empty texts
+    for those that can be."""
     verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
     max_errors = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
-    return [
-        _refusal(kernel, verdict, max_errors, device)
-        for kernel, verdict in zip(candidates, verdicts)
-    ]
+    refusals = []
+    for kernel, verdict in zip(candidates, verdicts):
+        is_rough = any(error > limit for error, limit in zip(_errors(verdict), max_errors))
+        if verdict.why_not:
+            refusals.append(verdict.why_not)
+        # A piece is a part of a larger attention, so a kernel must take the log-sum-exp of that.
+        elif not verdict.legal or is_rough:
+            refusals.append("not for pieces, or not exact enough")
+        elif asked() and not kernel.deterministic(device):
+            refusals.append("not deterministic")
+        else:
+            refusals.append("")
+    return refusals
 
 
-def _refusal(
-    kernel: Kernel, verdict: Backend, max_errors: Sequence[float], device: torch.device
-) -> str:
-    """Why a kernel is not used: it does not run, is not legal for pieces, has errors above
-    `max_errors`, or is not deterministic where that is asked. Empty where it can be."""
-    if verdict.why_not:
-        return verdict.why_not
-    # A piece is a part of a larger attention, so a kernel must take the log-sum-exp of that.
-    if not verdict.legal or any(
-        error > limit for error, limit in zip(_errors(verdict), max_errors)
-    ):
-        return "not for pieces, or not exact enough"
-    if asked() and not kernel.deterministic(device):
-        return "not deterministic"
-    return ""
-
-
-def _packed_form(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> int:
-    """Whether a kernel has a packed form that can be used, 1 or 0; 2 where it takes windows too.
-    Some documents against their definition, one by one; with a window, its own over documents that
-    a window does not reach beyond."""
-    if kernel.packed is None:
-        return 0
-    inputs = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
-    # A kernel that is wrong without a window is not tried with one.
-    if not _is_right(kernel.packed, inputs, PACK, None):
-        return 0
-    return 2 if _is_right(kernel.packed, inputs, PACK, BAND) else 1
-
-
-def _is_right(
-    packed_kernel: packed_attention.PackedKernel,
-    inputs: Sequence[Tensor],
-    lengths: Sequence[int],
-    window: int | None,
+def _packs_are_right(
+    kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether a kernel gives what the definition says on these documents. `inputs`: gradient, q, k
-    and v."""
+    """Whether the packed form of a kernel, if it has one, gives what the definition says of each
+    document, with a window and without one."""
+    if kernel.packed is None:
+        return True
+    inputs = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
     grad, q, k, v = inputs
-    scale = q.shape[-1] ** -0.5
-    exact = []
-    for document_grad, document_q, document_k, document_v in zip(
-        *(t.double().split(list(lengths)) for t in inputs)
-    ):
-        exact.append(
-            _reference_results(document_grad, document_q, document_k, document_v, scale, window)
-        )
-    ends = ends_of(lengths, q.device)
-    try:
-        out, lse = packed_kernel.forward(q, k, v, ends, lengths, window, scale)
-        grads = packed_kernel.backward(grad, q, k, v, out, lse, ends, lengths, window, scale)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
-        return False
-    return _error([out, lse, *grads], [torch.cat(parts) for parts in zip(*exact)]) < WRONG
+    ends = ends_of(PACK, device)
+    scale = heads.width**-0.5
+    for window in (None, BAND):
+        documents = zip(*(t.double().split(PACK) for t in inputs))
+        exact = [_exact_results(*document, scale=scale, window=window) for document in documents]
+        try:
+            out, lse = kernel.packed.forward(q, k, v, ends, PACK, window, scale)
+            grads = kernel.packed.backward(grad, q, k, v, out, lse, ends, PACK, window, scale)
+        except FAULTS:
+            return False
+        if not _error([out, lse, *grads], [torch.cat(parts) for parts in zip(*exact)]) < WRONG:
+            return False
+    return True
 
 
-def _reference_results(
+def _exact_results(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of a document."""
+    """Output, log-sum-exp and gradients of a document, by definition."""
     out, lse = reference(q, k, v, True, scale, window=window)
     return out, lse, *reference_backward(grad, q, k, v, out, lse, True, scale, window=window)
 

@@ -26,14 +26,13 @@ from longshift.model.functions import (
     Linear,
     RmsNorm,
     Rotate,
-    SlicedRmsNorm,
     SoftCap,
     activate,
     alone,
+    sliced_norm,
 )
 from longshift.model.kernels import FLASH, Kernel, capped
-from longshift.model.loss import CrossEntropySum
-from longshift.model.token_loss import TokenLossSum, token_loss
+from longshift.model.loss import CrossEntropySum, TokenLossSum, token_loss
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec, Rope
 
@@ -224,8 +223,8 @@ def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
 
 
 class Block(Unit):
-    """One transformer block. Four seams, each callable on any run of tokens: `qkv`, `attend`,
-    `out`, `mlp`. What a parallel layout changes goes through `ops`:
+    """One transformer block. Three seams, each callable on any run of tokens: `qkv`, `out`, `mlp`;
+    attention is one of `ops`. What a parallel layout changes goes through `ops`:
 
         x ─ norm ─ enter ─ qkv ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ +
          token shard │        all tokens        │   token shard    │        all tokens       │
@@ -250,10 +249,6 @@ class Block(Unit):
             q = self.rotate(q, micro)
             k = self.rotate(k, micro)
         return q, k, v
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        """Output of attention [T, N, H], to the block's window."""
-        return ops.attend(q, k, v, micro, self.spec.window(self.unit))
 
     def out(self, x_TD: Tensor, o_TNH: Tensor, ops: Ops) -> Tensor:
         """The residual stream after attention."""
@@ -298,11 +293,14 @@ class Block(Unit):
 
     def hidden(self, h: Tensor) -> Tensor:
         """The activations [T, F] that `down` takes."""
+        activation = self.spec.activation
         if self.spec.fused:
-            return self.gated(*self.linear(h, "gate_up").chunk(2, -1))
-        if self.spec.gated:
-            return self.gated(self.linear(h, "gate"), self.linear(h, "up"))
-        return self.activation(self.linear(h, "up"))
+            gate, up = self.linear(h, "gate_up").chunk(2, -1)
+        elif self.spec.gated:
+            gate, up = self.linear(h, "gate"), self.linear(h, "up")
+        else:
+            return activate(self.linear(h, "up"), activation)
+        return GatedActivation.apply(gate, up, activation, self.by)  # pyright: ignore
 
     def row_linear(self, x: Tensor, role: str, ops: Ops) -> Tensor:
         """As `linear`, for a weight whose input dim may be sliced over ranks: summed by `leave`,
@@ -312,13 +310,12 @@ class Block(Unit):
         return y if bias is None else y + bias
 
     def attention_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return self.out(x_TD, self.attend(*self.qkv(x_TD, micro, ops), micro, ops), ops)
-
-    def mlp_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return self.mlp(x_TD, ops)
+        """The residual stream after attention to the block's window."""
+        window = self.spec.window(self.unit)
+        return self.out(x_TD, ops.attend(*self.qkv(x_TD, micro, ops), micro, window), ops)
 
     def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return self.mlp_half(self.attention_half(x_TD, micro, ops), micro, ops)
+        return self.mlp(self.attention_half(x_TD, micro, ops), ops)
 
     # Primitives
 
@@ -330,14 +327,8 @@ class Block(Unit):
 
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
         """x [T, N H] normalized over all heads together, some of which other ranks hold."""
-        width = heads * self.spec.head_width
-        return SlicedRmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore
-
-    def activation(self, x: Tensor) -> Tensor:
-        return activate(x, self.spec.activation)
-
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return GatedActivation.apply(gate, up, self.spec.activation, self.by)  # pyright: ignore
+        by = sliced_norm(heads * self.spec.head_width, ops.all_sum)
+        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, by)  # pyright: ignore
 
 
 class Head(Unit):

@@ -19,14 +19,17 @@ else sees the tensor, so that memory is the same on every device and known befor
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshift.errors import UsageError
 from longshift.model.float8 import linear, linear_back
+from longshift.model.torch_compile import compiled_for, why
 
 aten = torch.ops.aten
 AllSum = Callable[[Tensor], Tensor]
@@ -55,44 +58,20 @@ class RmsNorm(torch.autograd.Function):
         return dx, dw, None, None
 
 
-class SlicedRmsNorm(torch.autograd.Function):
-    """apply(x [..., D_i], weight [D_i], eps, width D, all_sum) -> [..., D_i], as RmsNorm of slices
-    that several ranks hold: `all_sum` adds up what they have."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, x: Tensor, weight: Tensor, eps: float, width: int, all_sum: AllSum
-    ) -> Tensor:
-        rstd = all_sum(_squares(x)).div_(width).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.width = width
-        ctx.all_sum = all_sum
-        return _times(x, rstd, weight)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, rstd = ctx.saved_tensors
-        dx, dw = _normed_grad(
-            grad, x, rstd, weight, ctx.needs_input_grad[1], ctx.width, ctx.all_sum
-        )
-        return dx, dw, None, None, None
-
-
-def _squares(x: Tensor) -> Tensor:
-    """Sums of squares over the last dim, [..., 1]."""
-    return torch.linalg.vector_norm(
+def _normed(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    total_width: int | None = None,
+    all_sum: AllSum = alone,
+) -> tuple[Tensor, Tensor]:
+    """y and r of the module's docstring. `total_width`: of all ranks' slices, where x is one of
+    them; `all_sum` adds up what they have."""
+    squares = torch.linalg.vector_norm(
         x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
     ).square_()
-
-
-def _times(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
-    """x r w, in the format of x."""
-    return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight)
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    rstd = _squares(x).div_(x.shape[-1]).add_(eps).rsqrt_()
-    return _times(x, rstd, weight), rstd
+    rstd = all_sum(squares).div_(total_width or x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight), rstd
 
 
 def _normed_grad(
@@ -104,8 +83,7 @@ def _normed_grad(
     total_width: int | None = None,
     all_sum: AllSum = alone,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and dw of the module's docstring. `total_width`: of all ranks' slices,
-    where x is one of them."""
+    """dx and dw of the module's docstring. `total_width`, `all_sum`: as in `_normed`."""
     shape = x.shape
     width = shape[-1]
     g = grad.reshape(-1, width).to(rstd.dtype)
@@ -307,7 +285,7 @@ def _weights_grad(
 @dataclass(frozen=True)
 class Elementwise:
     """The arithmetic of these functions: torch's operations as they are written out above, or other
-    callables that take and give the same (`model.compiled_functions`). Tensors of tokens come first
+    callables that take and give the same (`compiled`). Tensors of tokens come first
     among arguments, tokens are their first dim.
 
     normed        x, weight, eps -> y, rstd [..., 1]
@@ -335,3 +313,72 @@ class Elementwise:
 
 
 WRITTEN_OUT = Elementwise()
+
+
+def sliced_norm(total_width: int, all_sum: AllSum) -> Elementwise:
+    """The arithmetic of norms over slices that several ranks hold, of `total_width` together."""
+    return Elementwise(
+        normed=partial(_normed, total_width=total_width, all_sum=all_sum),
+        normed_grad=partial(_normed_grad, total_width=total_width, all_sum=all_sum),
+    )
+
+
+def compiled(device: torch.device) -> Elementwise:
+    """The arithmetic compiled by torch for tensors of this device: a kernel or two for each
+    function, in place of several passes over memory.
+
+    Kernels are made for any number of tokens, once for each width, in the first step that uses
+    them: seconds on a GPU, half a minute on a CPU. What is saved for the backward is what is saved
+    without; of the loss it is logits, and not their exponentials in float32. What a kernel holds
+    meanwhile is not known to the ledger. In bf16 what one kernel does is rounded once, at its end;
+    in float32 and float64 sums are formed in another order. Raises UsageError where torch finds no
+    compiler."""
+    functions = replace(WRITTEN_OUT, weights=_weights_of_logits, weights_grad=_weights_grad_again)
+    num_token_arguments = {
+        "normed": 1,
+        "normed_grad": 3,
+        "gated": 2,
+        "gated_grad": 3,
+        "turned": 3,
+        "weights": 3,
+        "weights_grad": 5,
+    }
+    kernels = Elementwise(
+        **{
+            name: compiled_for(getattr(functions, name), count, fullgraph=True)
+            for name, count in num_token_arguments.items()
+        }
+    )
+
+    # torch compiles at the first call, so a missing compiler is not known before.
+    try:
+        x = torch.ones(2, 2, device=device)
+        kernels.gated(x, x, "silu")
+    except Exception as fault:
+        raise UsageError(
+            f"train.compile: torch cannot compile on this machine: {why(fault)}; install a C++"
+            " compiler, or leave it out"
+        ) from fault
+    return kernels
+
+
+def _weights_of_logits(
+    logits: Tensor, highest: Tensor, column: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = (logits.to(highest.dtype) - highest.unsqueeze(-1)).exp().sum(-1)
+    target = logits.gather(-1, column).squeeze(-1).to(highest.dtype) - highest
+    return logits, total, target
+
+
+def _weights_grad_again(
+    logits: Tensor,
+    highest: Tensor,
+    factor: Tensor,
+    column: Tensor,
+    deduction: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    weights = (logits.to(highest.dtype) - highest.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
+    # A scatter would be a pass of its own.
+    is_column = torch.arange(logits.shape[-1], device=logits.device) == column
+    return (weights - torch.where(is_column, deduction.unsqueeze(-1), 0.0)).to(dtype)

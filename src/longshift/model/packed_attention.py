@@ -18,9 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longshift.model.kernel_calls import banded
-
 aten = torch.ops.aten
+
+# cuDNN's attention takes multiples of this many tokens. Chunks and their cuts are such; most
+# documents are not (`model.cut`).
+EVEN = 1024
+# Of pieces above this many tokens it takes what it can; such documents have a call of their own.
+LONG = 6144
 
 # (q, k, v, ends, lengths, window, scale) -> (out, lse).
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -30,18 +34,21 @@ Backward = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """A kernel over packs. `windows`: whether it takes one; `repeats`: as of
-    `model.kernels.Kernel`."""
+    """A kernel over packs. `repeats`: as of `model.kernels.Kernel`."""
 
     forward: Forward
     backward: Backward
-    windows: bool = True
     repeats: Literal["always", "asked", "never"] = "always"
 
     def takes(self, lengths: Sequence[int], window: int | None) -> bool:
         """Whether it computes this pack; a single document without a window is one call
         of any kernel."""
-        return self.windows if banded(lengths, window) else len(lengths) > 1
+        return banded(lengths, window) or len(lengths) > 1
+
+
+def banded(lengths: Sequence[int], window: int | None) -> bool:
+    """Whether a window hides keys of a document."""
+    return window is not None and window < max(lengths)
 
 
 def ends_of(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from longshift.dist.collectives import GatherTokens, Group, ScatterTokens
 from longshift.model.functions import Elementwise
-from longshift.model.loss import CrossEntropySum
-from longshift.model.token_loss import TokenLossSum
+from longshift.model.loss import CrossEntropySum, TokenLossSum
 from longshift.parallel.seams import LayoutOps
 from longshift.spec.model import share
 

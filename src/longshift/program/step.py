@@ -41,6 +41,7 @@ backward; other stages post them after their last message.
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 
 import numpy as np
@@ -191,15 +192,9 @@ class Steps:
         computed."""
         return None if previous is None else self.itinerary.source(previous)
 
-    def bring(self, source: Cut | None, target: Cut) -> Exchanges:
-        """The switch that brings the weights of `target`."""
-        return self._planned(self.itinerary.weights(source, target), source, target)
-
-    def take_home(self, source: Cut) -> Exchanges:
-        """The switch that brings the sums of `source` home."""
-        return self._planned(self.itinerary.sums(source), None, None)
-
-    def _planned(self, plan: Plan, source: Cut | None, target: Cut | None) -> Exchanges:
+    def exchanges(
+        self, plan: Plan, source: Cut | None = None, target: Cut | None = None
+    ) -> Exchanges:
         """A plan as the program needs it. `source`: the cut that it leaves; `target`: the cut that
         it fills; None where home does both."""
         if plan in self._exchanges:
@@ -324,8 +319,7 @@ class _Step:
             for units in exchanges.closes[: self.ahead]:
                 yield from (Op("close", number - 1, unit) for unit in units)
             yield from self._exchange(number, exchanges, "weights", self.ahead, exchanges.count)
-            yield Op("await exchange", number, number=exchanges.count - 1, way="weights")
-            yield from self._from_home(number, exchanges, "weights", exchanges.count - 1, True)
+            yield from self._await_exchange(number, exchanges, "weights", exchanges.count - 1)
             yield Op("arrived", number)
         if self.cut is not None:
             yield Op("close", number - 1)
@@ -336,7 +330,10 @@ class _Step:
     def _switch(self, number: int) -> Exchanges:
         """The switch to a visit from the one before."""
         previous = self.visits[number - 1].layout if number else None
-        return self.steps.bring(self.steps.source(previous), self.views[number].cut)
+        source = self.steps.source(previous)
+        target = self.views[number].cut
+        plan = self.steps.itinerary.weights(source, target)
+        return self.steps.exchanges(plan, source, target)
 
     def _exchange(
         self, number: int, exchanges: Exchanges, way: str, start: int, stop: int
@@ -345,8 +342,7 @@ class _Step:
         visit."""
         for i in range(start, stop):
             if i:
-                yield Op("await exchange", number, number=i - 1, way=way)
-                yield from self._from_home(number, exchanges, way, i - 1, True)
+                yield from self._await_exchange(number, exchanges, way, i - 1)
             if self.pending_updates or self.disk.units:
                 yield from self._before_exchange(exchanges, i)
             for unit in exchanges.opens[i]:
@@ -355,6 +351,11 @@ class _Step:
             yield Op("exchange", number, number=i, way=way)
             for unit in exchanges.closes[i]:
                 yield Op("close", number - 1, unit)
+
+    def _await_exchange(self, number: int, exchanges: Exchanges, way: str, i: int) -> Iterator[Op]:
+        """The end of exchange i, and what of a home on disk goes with it."""
+        yield Op("await exchange", number, number=i, way=way)
+        yield from self._from_home(number, exchanges, way, i, True)
 
     def _before_exchange(self, exchanges: Exchanges, i: int) -> Iterator[Op]:
         """Late updates of the units that an exchange may read from home."""
@@ -407,10 +408,9 @@ class _Step:
                     for unit in self.steps.trained
                     if unit not in self.disk.units
                 )
-            exchanges = self.steps.take_home(view.cut)
+            exchanges = self.steps.exchanges(self.steps.itinerary.sums(view.cut))
             yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
-            yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
-            yield from self._from_home(number, exchanges, "sums", exchanges.count - 1, True)
+            yield from self._await_exchange(number, exchanges, "sums", exchanges.count - 1)
             yield Op("forget", number)
         if not later_views:
             yield Op("close", number)
@@ -482,25 +482,21 @@ class _Step:
         """Read the masters and moments of a unit that is updated early, once its last reduction has
         begun."""
         if unit is not None and unit in self.early and not self.to_come[unit]:
-            yield from self.disk.ask_state(number, unit)
-
-    def _room_for_state(self, unit: int) -> bool:
-        """Whether masters and moments of a unit can be read beside those in memory. There is room
-        for those of two units that are updated one after the other, and for a quarter more: for a
-        small one, such as a last norm."""
-        return (
-            4 * sum(self.steps.kept[held] for held in {unit, *self.disk.states})
-            <= 5 * self.steps.early_pair
-        )
+            yield from self.disk.ask(unit, "state", number)
 
     def _ask_states(self, number: int, turns: Sequence[UnitTurn]) -> Iterator[Op]:
         """Read the masters and moments of units that are updated early, in the order of the turns
         to come, as far as there is room."""
-        for turn in turns:
-            if turn.unit in self.early and turn.unit not in self.disk.states:
-                if turn.unit in self.disk.records or not self._room_for_state(turn.unit):
+        kept = self.steps.kept
+        for unit in (turn.unit for turn in turns if turn.unit in self.early):
+            held = {asked for asked, part in self.disk.asked if part == "state"}
+            # There is room for those of two units that are updated one after the other, and for a
+            # quarter more: for a small one, such as a last norm.
+            has_room = 4 * sum(kept[u] for u in {unit, *held}) <= 5 * self.steps.early_pair
+            if unit not in held:
+                if (unit, "record") in self.disk.asked or not has_room:
                     return
-                yield from self.disk.ask_state(number, turn.unit)
+                yield from self.disk.ask(unit, "state", number)
 
     def _gather(self, number: int, unit: int, next_units: Sequence[int] = ()) -> Iterator[Op]:
         """A gather, with the master from disk where home is there. `next_units`: that are gathered
@@ -519,7 +515,9 @@ class _Step:
                 break
             if ahead in self.disk.units:
                 yield from (
-                    self.disk.ask_record(ahead) if is_pending else self.disk.ask(number, ahead)
+                    self.disk.ask(ahead, "record")
+                    if is_pending
+                    else self.disk.ask(ahead, "master", number)
                 )
         yield from self._update(unit)
         on_disk = unit in self.disk.units
@@ -537,10 +535,13 @@ class _Step:
         view = self.views[number]
         releases = self.visits[number].layout.zero == 3 and view.collective
 
-        # 1. What is gathered.
+        # 1. What is gathered, in order: at each use, or before the first.
+        gathers: list[int] = []
         if view.collective:
             yield from self._gather_tied(number)
-        gathers = self._gathered_units(view, turns, at_each_use=releases)
+            gathers = [turn.unit for turn in turns if turn.unit in view.units]
+            if not releases:
+                gathers = [unit for unit in dict.fromkeys(gathers) if unit not in self.present]
 
         # 2. Gathers are posted as far as there is room. A unit that is there still, or under way,
         # stays for its next use instead.
@@ -570,7 +571,7 @@ class _Step:
             yield from self.disk.await_writes("record", but=turn.unit)
             if is_last and not self.pending_updates and index + READ_AHEAD > first_final:
                 yield from self._ask_states(number, turns[max(index, first_final) :][:READ_AHEAD])
-            has_weights = view.has_weights(turn.unit)
+            has_weights = turn.unit in view.units
             if gathers and has_weights and (releases or turn.unit not in self.present):
                 if num_posted <= num_used:
                     yield from post()
@@ -588,17 +589,6 @@ class _Step:
                 self.present.discard(turn.unit)
                 yield Op("release", number, turn.unit)
         yield from self._exchanges_ahead(number, ahead.get(len(turns), ()))
-
-    def _gathered_units(
-        self, view: RankLayout, turns: Sequence[UnitTurn], at_each_use: bool
-    ) -> list[int]:
-        """Units that are gathered for these turns, in order: at each use, or before the first."""
-        if not view.collective:
-            return []
-        used = [turn.unit for turn in turns if view.has_weights(turn.unit)]
-        if at_each_use:
-            return used
-        return [unit for unit in dict.fromkeys(used) if unit not in self.present]
 
     def _gather_tied(self, number: int) -> Iterator[Op]:
         """Gather a tied embedding, which stays: the first and the last turn of a forward use it."""
@@ -625,11 +615,8 @@ class _Step:
         if next_cut.at_home or next_cut == self.views[number].cut:
             return {}
         self.ahead = self._switch(number + 1).ahead
-        final_turns = (
-            [index for index, turn in enumerate(turns) if turn.final]
-            if self.views[number].leads
-            else []
-        )
+        leads = self.views[number].leads
+        final_turns = [index for index, turn in enumerate(turns) if turn.final and leads]
         by_turn: dict[int, list[int]] = {}
         for i in range(self.ahead):
             turn = final_turns[i * len(final_turns) // self.ahead] if final_turns else len(turns)
@@ -644,23 +631,26 @@ class _Disk:
     def __init__(self, units: Sequence[int]):
         self.units = frozenset(units)
         self.masters = Counter[int]()  # users
-        self.asked: set[int] = set()
-        self.records: set[int] = set()  # units whose records are here, or asked for
-        self.states: set[int] = set()  # units whose masters and moments are here, or asked for
+        # Units with the part that was asked for: a master until it is used, others until they are
+        # written.
+        self.asked: set[tuple[int, str]] = set()
         self.sums: set[int] = set()  # units that have gradient sums
         self.writing: deque[Op] = deque()
 
-    def ask(self, number: int, unit: int) -> Iterator[Op]:
-        """Read the master of a unit, for `have`."""
-        if not self.masters[unit] and unit not in self.asked:
-            self.asked.add(unit)
-            yield Op("read", number, unit, part="master")
+    def ask(self, unit: int, part: str, number: int = 0) -> Iterator[Op]:
+        """Read a part of a unit, unless that has been asked for."""
+        if (unit, part) in self.asked or (part == "master" and self.masters[unit]):
+            return
+        if part == "state" and (unit, "record") in self.asked:
+            yield from self.await_writes()
+        self.asked.add((unit, part))
+        yield Op("read", number, unit, part=part)
 
     def have(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the master of a unit, until it is left."""
         if not self.masters[unit]:
-            yield from self.ask(number, unit)
-            self.asked.remove(unit)
+            yield from self.ask(unit, "master", number)
+            self.asked.remove((unit, "master"))
             yield Op("await read", number, unit, part="master")
         self.masters[unit] += 1
 
@@ -672,25 +662,11 @@ class _Disk:
 
     def have_record(self, unit: int, next_unit: int | None) -> Iterator[Op]:
         """Bring the record of a unit, until it is written, and ask for that of `next_unit`."""
-        yield from self.ask_record(unit)
+        yield from self.ask(unit, "record")
         yield Op("await read", unit=unit, part="record")
         if next_unit is not None:
-            yield from self.ask_record(next_unit)
+            yield from self.ask(next_unit, "record")
         self.masters[unit] += 1
-
-    def ask_record(self, unit: int) -> Iterator[Op]:
-        """Read the record of a unit, for `have_record`."""
-        if unit not in self.records:
-            self.records.add(unit)
-            yield Op("read", unit=unit, part="record")
-
-    def ask_state(self, number: int, unit: int) -> Iterator[Op]:
-        """Read the masters and moments of a unit, until they are written."""
-        if unit not in self.states:
-            if unit in self.records:
-                yield from self.await_writes()
-            self.states.add(unit)
-            yield Op("read", number, unit, part="state")
 
     def bring_sums(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the gradient sums of a unit, if there are some."""
@@ -723,12 +699,21 @@ class _Disk:
         unit `but`, and what follows it, goes on."""
         while self.writing and part in (None, self.writing[0].part) and self.writing[0].unit != but:
             op = self.writing.popleft()
-            if op.part == "state":
-                self.states.discard(op.unit)
+            self.asked.discard((op.unit, op.part))
             if op.part == "record":
-                self.records.remove(op.unit)
                 self.masters[op.unit] -= 1
             yield op._replace(kind="await write")
+
+
+@lru_cache(maxsize=256)
+def _nominal_elements(spec: ModelSpec, layout: Layout, learned: bool) -> Mapping[int, int]:
+    """Elements of each moving unit on a rank, all or those that are trained. [Note: windows]"""
+    elements = dict.fromkeys(range(spec.units + 1), 0)
+    for param in spec.params:
+        if not (learned and param.frozen):
+            slices = layout.weight_ranks if param.dim is not None else 1
+            elements[moving_unit(spec, param)] += -(-param.elements // slices)
+    return elements
 
 
 class _Window(deque[int]):
@@ -737,7 +722,7 @@ class _Window(deque[int]):
     def __init__(self, steps: Steps, view: RankLayout, kind: str):
         super().__init__()
         itemsize = steps.bytes[kind == "reduce"]
-        elements = view.elements if kind == "gather" else view.learned_elements
+        elements = _nominal_elements(view.spec, view.layout, kind == "reduce")
         self.size = {unit: elements * itemsize for unit, elements in elements.items()}
         self.capacity = max(self.size[unit] for unit in range(1, view.spec.layers + 1))
 

@@ -62,12 +62,10 @@ class StreamOptions:
     """How a run streams.
 
     `folder`: where the disk tier keeps its file.
-    `ahead`: see `Policy`.
     `checked`: whether what comes back from disk is compared.
     """
 
     folder: str = "."
-    ahead: int = AHEAD
     checked: bool = False
 
 
@@ -212,7 +210,6 @@ def end_events(
     reads: str | None,
     writes: str | None,
     count: int,
-    ahead: int,
     sizes: BufferBytes,
     blocks: Sequence[int] = (),
 ) -> tuple[Event, ...]:
@@ -221,7 +218,7 @@ def end_events(
 
     `blocks`: of a loss, into how many blocks of rows each chunk is cut.
     """
-    events = _EventList(range(count), Policy(ahead=ahead), sizes)
+    events = _EventList(range(count), Policy(), sizes)
     inputs = [reads] if reads else []
     outputs = [writes] if writes else []
     for c in range(count):

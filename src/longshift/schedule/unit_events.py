@@ -38,7 +38,6 @@ Turn = Literal[
     "forward",
     "pass",
     "pass on",
-    "later",
     "loss",
     "score",
     "backward",
@@ -74,9 +73,8 @@ def event_lists(
     spec: ModelSpec,
     layout: Layout,
     coord: Coord,
-    pack_chunks: Sequence[Sequence[Run]],
     compute_bytes: int,
-    ahead: int,
+    pack_chunks: Sequence[Sequence[Run]],
     window: int | None,
     learns: bool = True,
 ) -> EventLists:
@@ -93,7 +91,6 @@ def event_lists(
         schedule=layout.schedule,
         keep="input" if layout.schedule == "fpdt" else "output",
         kv=layout.kv,
-        ahead=ahead,
         sent=(layout.neighbor_ranks - 1) / layout.neighbor_ranks,
     )
     input_policy = replace(policy, keep="input")
@@ -103,7 +100,7 @@ def event_lists(
         if operation in ("loss", "score"):
             for order in orders:
                 blocks.append(loss_blocks(spec, order.local_tokens // layout.contiguous_ranks))
-        return end_events(operation, reads, writes, num_chunks, ahead, sizes, blocks)
+        return end_events(operation, reads, writes, num_chunks, sizes, blocks)
 
     by_turn: dict[Turn, tuple[Event, ...]] = {"embed": end("embed", None, "y")}
     if layout.every or not learns:
@@ -112,7 +109,6 @@ def event_lists(
         by_turn["score"] = end("score", "x", None)
         return EventLists(orders, first_keys, by_turn)
     by_turn["forward"] = forward_events(first_keys, policy, sizes)
-    by_turn["later"] = ()
     by_turn["loss"] = end("loss", "x", "dx")
     by_turn["backward"] = backward_events(first_keys, policy, sizes)
     by_turn["embed_back"] = end("embed_back", "dy", None)
@@ -122,9 +118,12 @@ def event_lists(
     return EventLists(orders, first_keys, by_turn)
 
 
-def forward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tuple[int, Turn]]:
-    """What is played on consecutive units before their backward, in order."""
-    *recomputed_groups, last_group = _groups(units, layers, every)
+def forward_turns(
+    units: Sequence[int], layers: int, every: int, learns: bool = True
+) -> Iterator[tuple[int, Turn]]:
+    """What is played on consecutive units before their backward, in order; all where nothing is
+    learned."""
+    *recomputed_groups, last_group = _groups(units, layers, every if learns else 0)
     if units[0] == 0:
         yield 0, "embed"
     for first, *others in recomputed_groups:
@@ -132,9 +131,9 @@ def forward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tup
         for unit in others:
             yield unit, "pass on"
     for unit in last_group:
-        yield unit, "forward"
-    if units[-1] > layers:
-        yield units[-1], "later"
+        yield unit, "forward" if learns else "pass on"
+    if units[-1] > layers and not learns:
+        yield units[-1], "score"
 
 
 def backward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tuple[int, Turn]]:

@@ -54,9 +54,7 @@ class ChunkClock:
         """Event lists of the first rank, which has no fewer heads than another."""
         layout = self.layout
         element_bytes = int(self.cost.rates.element_bytes)
-        return event_lists(
-            self.cost.spec, layout, layout.coord(0), cut, element_bytes, chunks.AHEAD, window
-        )
+        return event_lists(self.cost.spec, layout, layout.coord(0), element_bytes, cut, window)
 
     def _seconds(
         self, events: EventLists, cut: Sequence[Sequence[Run]], window: int | None

@@ -20,7 +20,7 @@ from longshift.layout import axes
 from longshift.layout.axes import Degrees
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
-from longshift.model.kernel_calls import EVEN, LONG
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.simulate.rates import CUDNN_BACKEND, Rates
 from longshift.simulate.turn_calls import (
     DEGREES,

@@ -15,7 +15,7 @@ import numpy as np
 
 from longshift.layout import axes
 from longshift.layout.layout import Layout, Recompute
-from longshift.model.kernel_calls import EVEN
+from longshift.model.packed_attention import EVEN
 from longshift.schedule.sequence import pack_order
 from longshift.spec.model import ModelSpec
 from longshift.weigh.recorder import (

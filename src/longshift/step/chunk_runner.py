@@ -17,6 +17,7 @@ least float32 from pair to pair; the weights' gradients from chunk to chunk.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -38,25 +39,19 @@ from longshift.stream.trace import Recorder
 
 class ChunkedPacks(Runner):
     """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate`
-    adds the gradients on a unit's weights to their sums; `watch` sees each event begin."""
+    adds the gradients on a unit's weights to their sums."""
 
-    def __init__(self, *how: Any, tier: Tier, ahead: int, accumulate: Callable[[int], object]):
+    def __init__(self, *how: Any, tier: Tier, accumulate: Callable[[int], object]):
         super().__init__(*how)
         self.tier: Tier = tier
         self.accumulate = accumulate
         self.loaded: dict[int, ChunkedPack] = {}
-        self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
         # Steps repeat the cuts of their packs, so the lists of the last few are kept.
         compute_bytes = self.precision.compute.itemsize
-
-        @lru_cache(maxsize=8)
-        def lists_of(cut: Any, window: int | None, learns: bool) -> EventLists:
-            return event_lists(
-                self.spec, self.layout, self.at, cut, compute_bytes, ahead, window, learns
-            )
-
-        self._lists = lists_of
+        self._lists = lru_cache(maxsize=8)(
+            partial(event_lists, self.spec, self.layout, self.at, compute_bytes)
+        )
 
     def lists(self, pack: ChunkedPack, unit: int) -> EventLists:
         """The events of a unit's turns on a pack."""
@@ -78,7 +73,7 @@ class ChunkedPacks(Runner):
         other."""
         player = ChunkPlayer(self, op.unit, op.micro)
         with torch.no_grad():  # what has gradients says so
-            player.run(self.lists(self.loaded[op.micro], op.unit).by_turn[op.turn])  # pyright: ignore
+            player.run(player.lists.by_turn[op.turn])  # pyright: ignore[reportArgumentType]
 
     def arrive(self, op: Op) -> None:
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its
@@ -145,22 +140,17 @@ class ChunkPlayer:
         self.pack = runner.loaded[micro]
         self.ops = runner.ops
         self.tier = runner.tier
-        event_lists = runner.lists(self.pack, unit)
-        self.orders = event_lists.orders
-        self.sees = event_lists.first_keys
+        self.lists = runner.lists(self.pack, unit)
+        self.orders = self.lists.orders
         self.window = runner.spec.window(unit)
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
 
     def run(self, events: Sequence[Event]) -> None:
         """Play events in their order."""
+        recorder = self.runner.recorder
         for event in events:
-            if self.runner.watch:
-                self.runner.watch(event)
-            if self.runner.recorder:
-                with self.runner.recorder.playing(event, self.unit, self.number):
-                    self._play(event)
-            else:
+            with recorder.playing(event, self.unit, self.number) if recorder else nullcontext():
                 self._play(event)
 
     def _play(self, event: Event) -> None:
@@ -250,8 +240,7 @@ class ChunkPlayer:
     ) -> Sequence[Tensor]:
         """The function's outputs; with their graph as a buffer, where the event is to write it."""
         if (name, event.chunk) not in event.writes:
-            with torch.no_grad():
-                return function(*inputs)
+            return function(*inputs)
         segment = self.live[name, event.chunk] = _segment(function, *inputs)
         return segment.outputs
 
@@ -280,7 +269,7 @@ class ChunkPlayer:
         ring.forward_into(
             out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, is_first
         )
-        last_keys = c - 1 if self.sees[c] < c else c
+        last_keys = c - 1 if self.lists.first_keys[c] < c else c
         if j == last_keys:
             self.live["o", c] = (out.to(q.dtype), lse)
 
@@ -304,10 +293,9 @@ class ChunkPlayer:
 
     def tail(self, event: Event) -> None:
         """What follows attention in a block, without a graph."""
-        with torch.no_grad():
-            self.live["y", event.chunk] = (
-                self._tail(self._one("x", event.chunk), self._o(event.chunk)),
-            )
+        self.live["y", event.chunk] = (
+            self._tail(self._one("x", event.chunk), self._o(event.chunk)),
+        )
 
     def tail_back(self, event: Event) -> None:
         """Its gradients, from a graph that is made again."""
@@ -359,10 +347,7 @@ class ChunkPlayer:
     # Operations of the model's ends
 
     def embed(self, event: Event) -> None:
-        with torch.no_grad():
-            self.live["y", event.chunk] = (
-                self.module(None, self.pack.micros[event.chunk], self.ops),
-            )
+        self.live["y", event.chunk] = (self.module(None, self.pack.micros[event.chunk], self.ops),)
 
     def embed_back(self, event: Event) -> None:
         with torch.enable_grad():

@@ -21,8 +21,7 @@ from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
 from longshift.layout.layout import Layout
 from longshift.model.chosen_kernel import choose, kernels
-from longshift.model.compiled_functions import compiled
-from longshift.model.functions import WRITTEN_OUT
+from longshift.model.functions import WRITTEN_OUT, compiled
 from longshift.model.kernels import Kernel
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps
@@ -193,9 +192,7 @@ class Player(OperationPlayer):
         make_runner = partial(WholePacks, tier=tier)
         if layout.chunk:
             assert tier is not None
-            make_runner = partial(
-                ChunkedPacks, tier=tier, ahead=self.stream.ahead, accumulate=accumulate
-            )
+            make_runner = partial(ChunkedPacks, tier=tier, accumulate=accumulate)
         return make_runner(
             self.spec, layout, self.world, copies, self.precision, self.kernel, self.by
         )

@@ -119,42 +119,42 @@ def not_finite(state: State, world: World) -> str | None:
         for p in state.spec.params
         if not p.frozen
     ]
-    rank_first = len(suspects)
-    for name, box, _, views in state.optimizer.state():
-        for kind, view in views.items() if box else ():
-            # Codes of eight bits are all finite; their scales say what they stand for.
-            if view.itemsize > 1 and not view.isfinite().all():
-                rank_first = min(
-                    rank_first, suspects.index(f"{kind.removesuffix(SCALE)} of {name}")
-                )
-    first = int(
-        world.everyone.all_reduce(torch.tensor(rank_first, device=world.device), dist.ReduceOp.MIN)
-    )
-    return suspects[first] if first < len(suspects) else None
+    culprits = [
+        f"{kind.removesuffix(SCALE)} of {name}"
+        for name, box, _, views in state.optimizer.state()
+        for kind, view in (views.items() if box else ())
+        # Codes of eight bits are all finite; their scales say what they stand for.
+        if view.itemsize > 1 and not view.isfinite().all()
+    ]
+    first = _first(world, suspects, culprits)
+    return first and first[0]
 
 
 def _culprit(state: State, world: World, batch: StepBatch, loss: float) -> str:
     """The first weight, in canonical order, and the lowest rank where a master is not finite, else
     a gradient; the same words on every rank."""
     names = [p.name for p in state.spec.params]
-    suspects = [*names, *(f"the gradient of {name}" for name in names)]
-    bad_names = [
-        *state.home.not_finite("master"),
-        *(f"the gradient of {name}" for name in state.home.not_finite("grad")),
-    ]
-    rank_first = min(map(suspects.index, bad_names), default=len(suspects))
-
-    # The smallest of these numbers is that of the first suspect, and of the lowest rank that has
-    # it.
-    code = torch.tensor(rank_first * world.size + world.rank, device=world.device)
-    suspect, rank = divmod(int(world.everyone.all_reduce(code, dist.ReduceOp.MIN)), world.size)
-    culprit = (
-        f"{suspects[suspect]} at home on rank {rank}"
-        if suspect < len(suspects)
-        else "nothing at home"
+    first = _first(
+        world,
+        [*names, *(f"the gradient of {name}" for name in names)],
+        [
+            *state.home.not_finite("master"),
+            *(f"the gradient of {name}" for name in state.home.not_finite("grad")),
+        ],
     )
+    culprit = f"{first[0]} at home on rank {first[1]}" if first else "nothing at home"
     return (
         f"loss {loss}; not finite: {culprit}. Documents {batch.cursor} to"
         f" {batch.next_cursor - 1} of the shuffled order. Nothing was updated. A lower train.lr,"
         " more train.warmup or train.precision=float32 are the usual cures."
     )
+
+
+def _first(
+    world: World, suspects: Sequence[str], culprits: Sequence[str]
+) -> tuple[str, int] | None:
+    """The first suspect that is a culprit on some rank, and the lowest such rank; collective."""
+    number = min(map(suspects.index, culprits), default=len(suspects))
+    code = torch.tensor(number * world.size + world.rank, device=world.device)
+    number, rank = divmod(int(world.everyone.all_reduce(code, dist.ReduceOp.MIN)), world.size)
+    return (suspects[number], rank) if number < len(suspects) else None

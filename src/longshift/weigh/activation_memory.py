@@ -298,7 +298,6 @@ class ChunkedPackMemory(ChunkedPacks, ActivationMemory):
             view,
             weights,
             tier=tier_memory(memory, view.layout),
-            ahead=memory.ahead,
             accumulate=self._accumulate,
         )
         self.loaded: dict[int, LoadedPack] = {}  # pyright: ignore
@@ -344,7 +343,6 @@ class ChunkEventMemory(ChunkPlayer):
         pack = runner.loaded[micro]
         self.memory = runner.memory
         self.block = runner.spec.like(unit)
-        self.lists = runner.lists(pack, unit)  # pyright: ignore[reportArgumentType]
         self.chunks: tuple = pack.chunks
         self.profiles = runner.profiles.setdefault((pack.chunks, self.block), {})
         self.positions: list[tuple[int, ...]] = []  # of chunks, where instants are told apart

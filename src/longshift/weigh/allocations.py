@@ -155,7 +155,6 @@ class RankMemory:
     `transport`: how collectives move, which decides what they need besides their results.
     `same_format`: weights are computed with in home's format.
     `host_is_device`: a CPU, whose host tier moves nothing.
-    `ahead`: of streams.
     `float8`: whether matmuls of blocks take factors of eight bits.
     `with_peaks`: whether peaks are wanted, and so what operations need as workspace. Traffic is
     known without.
@@ -171,7 +170,6 @@ class RankMemory:
         transport: Transport,
         same_format: bool,
         host_is_device: bool,
-        ahead: int,
         float8: bool,
         with_peaks: bool,
     ):
@@ -179,7 +177,6 @@ class RankMemory:
         self.transport: Transport = transport
         self.same_format = same_format
         self.host_is_device = host_is_device
-        self.ahead = ahead
         self.float8 = float8
         self.with_peaks = with_peaks
 

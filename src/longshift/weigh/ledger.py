@@ -55,15 +55,12 @@ class Ledger(OperationPlayer):
         transport: Transport,
         same_format: bool,
         host_is_device: bool,
-        ahead: int = 1,
         float8: bool = False,
         with_peaks: bool = True,
     ):
         super().__init__()
         self.steps = steps
-        self.memory = RankMemory(
-            steps, transport, same_format, host_is_device, ahead, float8, with_peaks
-        )
+        self.memory = RankMemory(steps, transport, same_format, host_is_device, float8, with_peaks)
         self.allocations = self.memory.allocations
         self.home = StateMemory(self.memory)
         self.weights: dict[Cut, WeightMemory] = {}

@@ -17,7 +17,7 @@ from longshift.cluster.cluster import Number
 from longshift.layout import axes
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.placement import rank_heads
-from longshift.model.kernel_calls import LONG
+from longshift.model.packed_attention import LONG
 from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule.sequence import pack_order
@@ -44,7 +44,6 @@ class StepShape:
 
     `tokens`: of a step, at least.
     `longest`: document, in tokens.
-    `ahead`: of streams.
     `home_in`: where the training state lies.
     `early`: whether units on disk may be updated before the norm.
     """
@@ -54,7 +53,6 @@ class StepShape:
     formats: Format
     tokens: int
     longest: int
-    ahead: int = 1
     home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     early: bool = True
 
@@ -80,7 +78,6 @@ class StepShape:
             transport,
             same_format=self.formats.compute == self.formats.home,
             host_is_device=host_is_device,
-            ahead=self.ahead,
             float8=self.formats.float8,
             with_peaks=with_peaks,
         )
@@ -94,7 +91,8 @@ class StepShape:
             return pack
 
         # A GPU may need more for shorter documents: those that attention's kernel is cut for
-        # (`model.cut`), and the longest of which a whole pack is one call (`model.kernel_calls`).
+        # (`model.cut`), and the longest of which a whole pack is one call
+        # (`model.packed_attention`).
         setup = RankSetup(
             spec=self.itinerary.spec,
             layout=layout,

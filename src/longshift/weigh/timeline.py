@@ -111,7 +111,6 @@ def predict_step(player: Player) -> PredictedStep:
         "gloo" if is_cpu else "nccl",
         same_format=precision.compute == precision.home,
         host_is_device=is_cpu,
-        ahead=player.stream.ahead,
         float8=precision.float8,
     )
     visits, packs_by_visit = player.steps.visits(player.groups_here, player.lengths)

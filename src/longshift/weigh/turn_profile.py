@@ -33,8 +33,8 @@ from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
 from longshift.model.decoder import Block, Head, MicroBatch, Unit, build_unit, rotary_table
 from longshift.model.functions import WRITTEN_OUT, add_product
-from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
+from longshift.model.packed_attention import EVEN, LONG
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
@@ -53,7 +53,7 @@ class RankSetup:
     """A rank, and how it computes. `compute_bytes`: of an element of the compute format;
     `transport`: gloo with CPUs, NCCL with GPUs; `float8`: whether matmuls of blocks take factors of
     eight bits; `compiled`: whether each function of `model.functions` is one kernel, as
-    `model.compiled_functions` makes it, whose memory is that of functions that are not.
+    `model.functions.compiled` makes it, whose memory is that of functions that are not.
 
     Of a layout only the axes that share tokens are kept, and recompute-selective: nothing else
     changes a turn. So layouts that differ elsewhere share their profiles."""
