@@ -242,8 +242,7 @@ def _later(state: State, trial: Trial, layouts: Sequence[Layout], world: World, 
     saved = Checkpoint.latest(run, world)
     own, read = trial.source(), saved.source()
     state, player = build(trial, layouts, world, cut, lambda name, box: (own if trial.spec.by_name[name].frozen else read)(name, box))
-    state.optimizer.restore(saved.read, trial.packed)
-    state.optimizer.resume(steps)
+    state.optimizer.restore(saved.read, trial.packed, steps)
     world.gather_text("")
     if world.rank == 0:
         shutil.rmtree(run)

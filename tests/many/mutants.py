@@ -403,7 +403,12 @@ def _midway(patch: Patch, damage: Callable[[Optimizer], object]) -> None:
 
 def adam_step_reset(patch: Patch) -> None:
     """The step of the bias correction starts again."""
-    _midway(patch, lambda optimizer: [part.updates.zero_() for part in optimizer._parts])
+    apply = Optimizer._apply
+
+    def wrong(self: Optimizer, shards: Sequence[Shard], lr: float, factor: float, step: int) -> None:
+        apply(self, shards, lr, factor, step - MIDWAY if step > MIDWAY else step)
+
+    patch.setattr(Optimizer, "_apply", wrong)
 
 
 def first_moment_reset(patch: Patch) -> None:

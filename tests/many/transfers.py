@@ -127,9 +127,9 @@ def boxes_of(stop: Copies) -> dict[str, list[Box]]:
         return {name: list(boxes) for name, boxes in stop.boxes.items()}
     found: dict[str, list[Box]] = {}
     for shard in stop.home.shards:
-        for name, box in shard.boxes:
-            if box:
-                found.setdefault(name, []).append(box)
+        for placed in shard.boxes:
+            if placed.box:
+                found.setdefault(placed.name, []).append(placed.box)
     return found
 
 

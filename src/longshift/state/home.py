@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshift.dist.world import World
-from longshift.layout.blocks import CutBlocks, cut_blocks, scales_of
+from longshift.layout.blocks import CutBlocks, cut_blocks
 from longshift.layout.box import Box
 from longshift.layout.home_tiers import (
     HomeTiers,
@@ -50,7 +50,14 @@ from longshift.spec.rule import Rule
 from longshift.state.crossing import Crossing, crossing_of, slots_in
 from longshift.state.moments import ROOTS, SCALE, PackedMoment, saved_moments
 from longshift.state.precision import Precision
-from longshift.state.records import DiskVector, Records, Vector, in_memory
+from longshift.state.records import (
+    DiskVector,
+    PlacedBox,
+    Records,
+    Vector,
+    in_memory,
+    place_boxes,
+)
 
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
@@ -65,7 +72,7 @@ class Shard:
     reduced, and always where the bucket is frozen. Mutable."""
 
     bucket: Bucket
-    boxes: tuple[tuple[str, Box], ...]
+    boxes: tuple[PlacedBox, ...]
     owned: bool
     decaying: int  # elements, from the start, that weight decay applies to
     vectors: Mapping[str, Vector]  # by kind
@@ -90,10 +97,8 @@ class Shard:
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """Every name, box and its view of a vector shaped like `master`."""
-        start = 0
-        for name, box in self.boxes:
-            yield name, box, flat[start : start + box.elements].view(box.shape)
-            start += box.elements
+        for placed in self.boxes:
+            yield placed.name, placed.box, placed.values(flat)
 
     def receive(self, total: Tensor) -> None:
         """Add a reduced gradient. Where it is the first, the sum is `total` itself; on disk, and in
@@ -165,12 +170,10 @@ class Home:
         self.crossing = crossing_of(world.device, slots) if slots else None
         self.shards = [self._shard(bucket, precision, world.device, source) for bucket in buckets]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
-        self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
+        self._places: dict[str, list[tuple[Shard, PlacedBox]]] = {}
         for shard in self.shards:
-            start = 0
-            for name, box in shard.boxes:
-                self._places.setdefault(name, []).append((shard, box, start))
-                start += box.elements
+            for placed in shard.boxes:
+                self._places.setdefault(placed.name, []).append((shard, placed))
 
         self.doubled = self.no_room = False
         if self.records and self.packed == "float32" and early and not precision.scaled:
@@ -210,14 +213,14 @@ class Home:
     def _shard(
         self, bucket: Bucket, precision: Precision, device: torch.device, source: Source
     ) -> Shard:
-        boxes = bucket.home(self.rank)
+        boxes = place_boxes(bucket.home(self.rank))
         tier = self.tiers[bucket.unit]
 
         # 1. Make its vectors.
-        elements = sum(box.elements for _, box in boxes)
+        elements = sum(placed.box.elements for placed in boxes)
         formats = {"master": (elements, precision.compute if bucket.frozen else precision.home)}
         if not bucket.frozen:
-            blocks = sum(scales_of(box).elements for _, box in boxes)
+            blocks = sum(placed.blocks.elements for placed in boxes)
             formats |= {
                 kind: (blocks if kind.endswith(SCALE) else elements, dtype)
                 for kind, dtype in self.saved.items()
@@ -231,7 +234,7 @@ class Home:
                 vectors[kind] = Vector(
                     torch.zeros(size, dtype=dtype, device=device if tier == "device" else "cpu")
                 )
-        decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
+        decaying = sum(p.box.elements for p in boxes if self.spec.by_name[p.name].decay)
         shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors)
 
         # 2. Fill the master, with all of it in memory.
@@ -254,7 +257,7 @@ class Home:
     def _packed(self, shard: Shard, name: str) -> PackedMoment:
         scales = shard.vectors.get(name + SCALE)
         moment = PackedMoment(
-            boxes=[box for _, box in shard.boxes],
+            boxes=shard.boxes,
             format=self.packed,
             root=name in ROOTS and self.packed == "float8",
             wide=torch.empty(
@@ -358,20 +361,16 @@ class Home:
         """The maxima of blocks that home cuts, as far as a shard has a part of them, and their
         places among those of all ranks."""
         maxima = shard.vectors[name + SCALE].flat
-        start = 0
-        for weight, box in shard.boxes:
-            scales = scales_of(box)
-            first, columns = blocks.places.get(weight, (0, ()))
-            leading = self.spec.by_name[weight].shape[:-1]
-            box_rows = tuple(slice(begin, end) for begin, end in zip(box.start[:-1], box.stop[:-1]))
+        for placed in shard.boxes:
+            local = placed.blocks
+            first, columns = blocks.places.get(placed.name, (0, ()))
+            shape = (*self.spec.by_name[placed.name].shape[:-1], len(columns))
+            grid = shared[first:][: prod(shape)].view(shape)
+            rows = tuple(map(slice, local.start[:-1], local.stop[:-1]))
             for index, column in enumerate(columns):
-                if scales and scales.start[-1] <= column < scales.stop[-1]:
-                    grid = shared[first:][: prod(leading) * len(columns)].view(
-                        *leading, len(columns)
-                    )
-                    shard_maxima = maxima[start:][: scales.elements].view(scales.shape)
-                    yield shard_maxima[..., column - scales.start[-1]], grid[..., index][box_rows]
-            start += scales.elements
+                if local and local.start[-1] <= column < local.stop[-1]:
+                    part = placed.scales(maxima)[..., column - local.start[-1]]
+                    yield part, grid[..., index][rows]
 
     def _moments(self, unit: int) -> list[PackedMoment]:
         return [moment for shard in self._learning(unit) for moment in shard.packed.values()]
@@ -396,13 +395,10 @@ class Home:
 
     def part(self, name: str, box: Box, what: Literal["master", "grad"]) -> Tensor | None:
         """A view of a box of a master or gradient sum; None where it is not here, or not whole."""
-        for shard, shard_box, start in self._places.get(name, ()):
-            if box in shard_box:
+        for shard, placed in self._places.get(name, ()):
+            if box in placed.box:
                 flat = shard.master if what == "master" else shard.grad
-                if flat is None:
-                    return None
-                values = flat[start : start + shard_box.elements].view(shard_box.shape)
-                return values[box.within(shard_box)]
+                return None if flat is None else placed.values(flat)[box.within(placed.box)]
         return None
 
     def squared_norm(self) -> Tensor:

@@ -124,8 +124,7 @@ def build_state(
                 "beside: put the old model folder back, and the train.precision and train.seed "
                 "that it began with"
             )
-        optimizer.restore(saved.read, facts.config.home.moments)
-        optimizer.resume(facts.updates)
+        optimizer.restore(saved.read, facts.config.home.moments, facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:
             state.scale.scale, state.scale.good_steps = facts.loss_scale
