@@ -120,7 +120,6 @@ def measure(
 
 
 def _play(transfer: Transfer) -> None:
-    transfer.begin()
     for number in range(transfer.plan.exchanges):
         transfer.post(number)
         transfer.take_in(number)

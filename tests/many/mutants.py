@@ -283,7 +283,7 @@ def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool
 
     def wrong_reduce(self: AlignedCopies, unit: int) -> None:
         fused = self.fused[unit]
-        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.learning, fused.sums or ())})
+        own.update({id(bucket.shard): (self.spec, total.clone().view(-1)) for bucket, total in zip(fused.learning, fused.sums or ())})
         reduce(self, unit)
 
     def wrong_receive(self: Shard, total: Tensor) -> None:

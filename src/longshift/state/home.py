@@ -107,11 +107,11 @@ class Shard:
             add = self.grad is not None
             self.crossing.take(total, self.begin() if self.grad is None else self.grad, add)
         elif self.grad is not None:
-            self.grad += total.to(self.grad.device)
+            self.grad += total
         elif self.on_disk:
             self.begin().copy_(total)
         else:
-            self.grad = total.to(self.master.device)
+            self.grad = total
 
     def take_second_places(self) -> None:
         """Let the master and moments be what was written to second places of the file."""

@@ -156,7 +156,7 @@ class Switches:
             self._transfers[key] = Transfer(
                 plan, self.world, group, held, target.part, self.precision.compute
             )
-        return self._transfers[key].begin()
+        return self._transfers[key]
 
     def total(self, unit: int) -> None:
         """Make home's gradient sums of a unit, of all where it is -1, where there are none; the
@@ -180,4 +180,4 @@ class Switches:
                 dtype=self.precision.home,
                 renewed=(*self.home.learning, *source.renewed),
             )
-        return self._transfers[key].begin()
+        return self._transfers[key]
