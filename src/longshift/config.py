@@ -65,7 +65,7 @@ from longshift.spec.formats import (
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec
 from longshift.spec.rule import OPTIMIZERS, Rule, load_rule
 from longshift.spec.stretch import stretched
-from longshift.switch.options import SwitchOptions
+from longshift.switch.planners import SwitchOptions
 from longshift.user_code import is_object, split_object
 from longshift.workload import waits
 from longshift.workload.groups import Edge, home_layout

@@ -25,10 +25,8 @@ import numpy as np
 
 from longshift.layout.box import Box
 from longshift.switch.links import Links
-from longshift.switch.merge_boxes import merge_boxes
-from longshift.switch.options import Planner
-from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, assign
-from longshift.switch.slices import Slices, refine
+from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, Planner, assign
+from longshift.switch.slices import Slices, merge_boxes, refine
 from longshift.switch.spread import BoxesByWeight, Spread
 
 
