@@ -26,7 +26,7 @@ from longshift.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from longshift.layout.box import Box
 from longshift.state.checkpoint import UnfinishedCheckpoint, save
 from longshift.state.optimizer import Optimizer
-from longshift.stream.tiers import Arena
+from longshift.stream.gpu_tiers import Arena
 
 
 class StateCopy:
