@@ -32,7 +32,8 @@ from longshift.dist.collectives import Group
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec
-from longshift.state.home import Home, random_source
+from longshift.state.home import Home
+from longshift.state.initial_weights import random_source
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import copies_of

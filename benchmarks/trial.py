@@ -27,7 +27,8 @@ from longshift.spec.formats import GradientWire, MomentFormat, PrecisionName, We
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint, save
-from longshift.state.home import Home, Source, random_source
+from longshift.state.home import Home, Source
+from longshift.state.initial_weights import random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player

@@ -21,12 +21,10 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,10 +57,9 @@ from longshift.state.records import (
     place_boxes,
 )
 
-Source = Callable[[str, Box], Tensor]
+Source = Callable[[str, Box], Tensor]  # the values of a box of a weight
 NORM_RUN = 1 << 15  # elements
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = (16, 512)  # rows and columns of a weight that are drawn at one time
 
 
 @dataclass
@@ -462,47 +459,3 @@ def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(
         x[runs * NORM_RUN :]
     ).view(1)
-
-
-def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
-    """Initial weights by box. A value depends on the seed, the weight and its position alone, never
-    on a layout: a weight is a grid of blocks, each a stream of its own of the counter-based
-    generator Philox, and a box takes its part of the blocks that it overlaps. Weights that end in
-    the residual stream are scaled by 1/sqrt(2 L) as in GPT-2,
-    those of adapters as `spec.adapters` says."""
-
-    def source(name: str, box: Box) -> Tensor:
-        param = spec.by_name[name]
-        if param.init in ("zeros", "ones"):
-            return torch.full(box.shape, float(param.init == "ones"), dtype=dtype)
-        key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
-        std = (3 * param.shape[1]) ** -0.5 if param.init == "fan_in" else spec.init_std
-        std /= (2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0
-        out = np.empty(box.shape, np.float32)
-        for number, block in _blocks(box, param.shape):
-            generator = np.random.Generator(np.random.Philox(key=key, counter=number << 128))
-            values = generator.standard_normal(block.shape, np.float32)
-            overlap = block & box
-            out[overlap.within(box)] = values[overlap.within(block)]
-        out *= np.float32(std)
-        return torch.from_numpy(out).to(dtype)
-
-    return source
-
-
-def _blocks(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-    """Blocks of a weight of this shape that a box overlaps, each with its number, row by row."""
-    if not box:
-        return
-    rows, columns = BLOCK if len(shape) > 1 else (BLOCK[0] * BLOCK[1], 1)
-    sizes = (rows, columns, *shape[2:])[: len(shape)]
-    grid = (
-        range(first // size, -(-last // size))
-        for first, last, size in zip(box.start, box.stop, sizes)
-    )
-    per_row = -(-shape[1] // columns) if len(shape) > 1 else 1
-    for place in product(*grid):
-        start = tuple(index * size for index, size in zip(place, sizes))
-        stop = tuple(min(first + size, end) for first, size, end in zip(start, sizes, shape))
-        number = place[0] * per_row + sum(place[1:])
-        yield number, Box(start, stop)
