@@ -17,7 +17,6 @@ Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), 
 lies, it is updated there: of what is on disk, that is host memory.
 """
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -59,7 +58,6 @@ from longshift.state.records import (
 
 Source = Callable[[str, Box], Tensor]  # the values of a box of a weight
 NORM_RUN = 1 << 15  # elements
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -184,13 +182,15 @@ class Home:
 
     def _double(self, records: Records, units: Iterable[int], world: World) -> None:
         """Make second records of what lies on disk of these units, where the disk has room."""
-        changed = []
-        for unit in units:
-            for shard in self._learning(unit):
-                changed += [shard.vectors[kind] for kind in ("master", *self.saved)]
-        on_disk = [vector for vector in changed if isinstance(vector, DiskVector)]
+        vectors = [
+            shard.vectors[kind]
+            for unit in units
+            for shard in self._learning(unit)
+            for kind in ("master", *self.saved)
+        ]
+        on_disk = [vector for vector in vectors if isinstance(vector, DiskVector)]
         self.doubled = records.double(on_disk, world.per_node)
-        self.no_room = bool(changed) and not self.doubled
+        self.no_room = bool(on_disk) and not self.doubled
 
     @property
     def by_unit(self) -> bool:
@@ -434,22 +434,6 @@ def fill(shard: Shard, source: Source) -> None:
     """Write the values of a source into a shard's master."""
     for name, box, view in shard.views(shard.master):
         view.copy_(source(name, box))
-
-
-def fingerprint(home: Home, world: World) -> int | None:
-    """A number that tells other weights that are not trained from these, whatever the layout: the
-    sum of their bits, each weight's times a number made from its name.
-    None where all are trained. Collective."""
-    if not any(param.frozen for param in home.spec.params):
-        return None
-    total = torch.zeros((), dtype=torch.int64, device=world.device)
-    for shard in home.shards:
-        for name, _, view in (
-            shard.views(home.flat(shard, "master")) if shard.owned and shard.bucket.frozen else ()
-        ):
-            key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-            total += view.view(BITS[view.itemsize]).sum(dtype=torch.int64) * key
-    return int(world.everyone.all_reduce(total))
 
 
 def _norms(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights that a run begins with, where no folder has them."""
+"""Weights that a run begins with: drawn ones, and which ones those are that are not trained."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
-from longshift.state.home import Source
+from longshift.state.home import Home, Source
 
 BLOCK = (16, 512)  # rows and columns of a weight that are drawn at one time
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
@@ -57,3 +59,19 @@ def _blocks(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         stop = tuple(min(first + size, end) for first, size, end in zip(start, sizes, shape))
         number = place[0] * per_row + sum(place[1:])
         yield number, Box(start, stop)
+
+
+def fingerprint(home: Home, world: World) -> int | None:
+    """A number that tells other weights that are not trained from these, whatever the layout: the
+    sum of their bits, each weight's times a number made from its name.
+    None where all are trained. Collective."""
+    if not any(param.frozen for param in home.spec.params):
+        return None
+    total = torch.zeros((), dtype=torch.int64, device=world.device)
+    for shard in home.shards:
+        for name, _, view in (
+            shard.views(home.flat(shard, "master")) if shard.owned and shard.bucket.frozen else ()
+        ):
+            key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+            total += view.view(BITS[view.itemsize]).sum(dtype=torch.int64) * key
+    return int(world.everyone.all_reduce(total))

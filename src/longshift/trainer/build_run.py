@@ -15,8 +15,8 @@ from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.model.huggingface import AdapterFolder, WeightFolder
 from longshift.state.checkpoint import Checkpoint
-from longshift.state.home import Home, Source, fingerprint
-from longshift.state.initial_weights import random_source
+from longshift.state.home import Home, Source
+from longshift.state.initial_weights import fingerprint, random_source
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
