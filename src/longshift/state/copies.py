@@ -22,7 +22,7 @@ gathered for the first time.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -78,9 +78,11 @@ class Copies(ABC):
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
         self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
+        self.weights: dict[str, Tensor] = {}  # without their gradients
         for unit, boxes in boxes_on(spec, cut.layout, world.rank).items():
             self.boxes |= boxes
             self.units[unit] = self._allocate(unit, list(boxes))
+            self.weights |= {name: w.data for name, w in self.units[unit].weights.items()}
             self.prepare(unit)
             self.units[unit].memory.drop()
 
@@ -117,20 +119,14 @@ class Copies(ABC):
 
     def part(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a weight; None where it is not here."""
-        place = self.place(name, box)
-        if place is None:
-            return None
-        unit = moving_unit(self.spec, self.spec.by_name[name])
-        return self.units[unit].weights[name].data[place]
+        return self.box_of(self.weights, name, box)
 
-    def place(self, name: str, box: Box) -> tuple[slice, ...] | None:
-        """Where a box lies in the rank's tensor of a weight; None where it is not here."""
+    def box_of(self, tensors: Mapping[str, Tensor], name: str, box: Box) -> Tensor | None:
+        """A view of a box of the rank's tensor of a weight; None where it is not here."""
         held = self.boxes.get(name, ())
-        return (
-            assemble(box, held, self.spec.by_name[name].dim)
-            if any(box in part for part in held)
-            else None
-        )
+        if not any(box in part for part in held):
+            return None
+        return tensors[name][assemble(box, held, self.spec.by_name[name].dim)]
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""
