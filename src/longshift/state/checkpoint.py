@@ -274,9 +274,9 @@ class Checkpoint:
             )
         return out
 
-    def source(self, kind: str = "master") -> Source:
-        """The values of one kind as Home takes them."""
-        return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
+    def source(self) -> Source:
+        """The masters as Home takes them."""
+        return lambda name, box: self.read("master", name, box) if box else torch.empty(box.shape)
 
 
 def _together(world: World, failure: str, work: Callable[[], T] | None) -> T:

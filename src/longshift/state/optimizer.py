@@ -148,10 +148,13 @@ class Optimizer:
             for decay, part in _parts(shard, self.rule):
                 groups.setdefault((decay, part.master.device), []).append(part)
         for (decay, _), parts in groups.items():
-            if self.rule.is_user_rule:
-                _own_update(self.rule, lr, decay, parts, step)
-            else:
+            if not self.rule.is_user_rule:
                 _fused(self.rule, lr, decay, parts, factor, step)
+                continue
+            user_rule = checked_rule(self.rule.name)
+            for part in parts:
+                moments = dict(zip(self.rule.moments, part.moments))
+                update_in_pieces(user_rule, part.master, part.grad, moments, step, lr, decay)
 
     def state(self) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
         """Every trained weight and box at home, whether this rank speaks for it, and its views of
@@ -233,14 +236,6 @@ def _fused(
             maximize=False,
             grad_scale=divisor,
         )
-
-
-def _own_update(rule: Rule, lr: float, decay: float, parts: Sequence[Part], step: int) -> None:
-    """Update parts that decay alike by a rule of the user's own."""
-    own_rule = checked_rule(rule.name)
-    for part in parts:
-        moments = dict(zip(rule.moments, part.moments))
-        update_in_pieces(own_rule, part.master, part.grad, moments, step, lr, decay)
 
 
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
