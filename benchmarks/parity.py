@@ -208,7 +208,7 @@ def switched() -> Iterator[tuple[Trial, str, int]]:
                 third = layouts[(layouts.index(third) + 1) % len(layouts)]
             three = [replace(Layout.parse(text), zero=1 + (number + i) % 3) for i, text in enumerate((first, second, third))]
             how = {"edges": EDGES, "bucket_bytes": (20_000, 1 << 20)[number % 2], "ahead_bytes": (0, 1 << 30)[number // 2 % 2]}
-            planner = ("fan_out", "fan_out", "algorithm1", "first_owner")[number % 4]
+            planner = ("fan_out", "fan_out", "algorithm1")[number % 3]
             trial = trial_of(("llama", "llama-tied")[number // 3 % 2], STEPS, planner=planner, **how)
             yield trial, " > ".join(map(str, three)), three[0].world // (1 + number % 2)
     for number, groups in enumerate(STREAMED_GROUPS):

@@ -10,18 +10,32 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from longshift.layout.layout import Layout
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec
+from longshift.switch import planners
 from longshift.switch.links import Links
-from longshift.switch.options import Planner
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.planners import Part, Wave
 from longshift.switch.spread import BoxesByWeight, spread_weights, together, turn_about
 from longshift.switch.traffic import Traffic, traffic
 
 BF16_BYTES = 2
 LINKS = Links(per_node=8, intra_bytes_s=300e9, inter_bytes_s=25e9)  # NVLink one way; one network card a device
-PLANNERS: tuple[Planner, ...] = ("algorithm1", "fan_out", "first_owner")
+
+
+class FirstOwner(Wave):
+    """No planner: the lowest rank that holds a slice sends it."""
+
+    def parts(self) -> list[Part]:
+        row, targets = np.nonzero(self.near | self.far)
+        return [(self.rows[row], np.zeros_like(row), self.has.argmax(1)[row], targets)]
+
+
+planners.PLANNERS["first_owner"] = FirstOwner
+PLANNERS = ("algorithm1", "fan_out", "first_owner")
 
 
 def _llama(layers: int, width: int, ffn: int, heads: int) -> ModelSpec:
@@ -93,19 +107,19 @@ class MeasuredSwitch:
     cpu_s: float
 
 
-def measure(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> MeasuredSwitch:
+def measure(model: str, src: Layout, dst: Layout, side: str, planner: str, bucket_bytes: int | None) -> MeasuredSwitch:
     """Plan from nothing: placements, slices, moves and the digest are all inside the time. `side`: copies, home, or home+copies."""
     clock, cpu = time.perf_counter(), time.process_time()
     spec = MODELS[model]
     held: BoxesByWeight = together(*(spread_weights(spec, src, part) for part in ("home", "copies") if part in side.split("+")))
     wanted = spread_weights(spec, dst, "copies")
-    plan = switch_plan(held, wanted if bucket_bytes is None else turn_about(held, wanted), LINKS, BF16_BYTES, planner, bucket_bytes)
+    plan = switch_plan(held, wanted if bucket_bytes is None else turn_about(held, wanted), LINKS, BF16_BYTES, planner, bucket_bytes)  # pyright: ignore
     _ = plan.digest
     plan_s, cpu_s = time.perf_counter() - clock, time.process_time() - cpu
     return MeasuredSwitch(plan, traffic(plan), plan_s, cpu_s)
 
 
-def row(model: str, src: Layout, dst: Layout, side: str, planner: Planner, bucket_bytes: int | None) -> dict:
+def row(model: str, src: Layout, dst: Layout, side: str, planner: str, bucket_bytes: int | None) -> dict:
     """One row of the benchmark."""
     found = measure(model, src, dst, side, planner, bucket_bytes)
     return {
@@ -139,4 +153,4 @@ def peak_mib() -> float:
 
 if __name__ == "__main__":
     name, source, target, held_side, by, size = sys.argv[1:]
-    print(json.dumps(row(name, Layout.parse(source), Layout.parse(target), held_side, by, int(size) or None)))  # pyright: ignore[reportArgumentType]
+    print(json.dumps(row(name, Layout.parse(source), Layout.parse(target), held_side, by, int(size) or None)))

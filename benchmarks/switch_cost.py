@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import permutations
-from typing import get_args
 
 import torch
 from common import arguments, publish, say
 from static import spread
+from switch_cases import PLANNERS
 from trial import Trial
 from worlds import Machine, machine
 
@@ -32,18 +32,18 @@ from longshift.dist.collectives import Group
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec
-from longshift.state.home import Home, random_source
+from longshift.state.home import Home
+from longshift.state.initial_weights import random_source
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import copies_of
 from longshift.switch.itinerary import Cut
 from longshift.switch.links import Links, assumed
-from longshift.switch.options import Planner, SwitchOptions
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.planners import SwitchOptions
 from longshift.switch.spread import spread_weights, turn_about
 from longshift.switch.traffic import traffic
 
-PLANNERS: tuple[Planner, ...] = get_args(Planner)
 LAYOUTS = {
     2: ("dp2", "tp2", "pp2"),
     4: ("dp4", "tp4", "pp4", "dp2.tp2", "pp2.dp2", "pp2.tp2"),
@@ -120,7 +120,6 @@ def measure(
 
 
 def _play(transfer: Transfer) -> None:
-    transfer.begin()
     for number in range(transfer.plan.exchanges):
         transfer.post(number)
         transfer.take_in(number)

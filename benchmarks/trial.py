@@ -27,12 +27,13 @@ from longshift.spec.formats import GradientWire, MomentFormat, PrecisionName, We
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint, save
-from longshift.state.home import Home, Source, random_source
+from longshift.state.home import Home, Source
+from longshift.state.initial_weights import random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, score
-from longshift.switch.options import Planner, SwitchOptions
+from longshift.switch.planners import Planner, SwitchOptions
 from longshift.trainer.check import Case, Comparison, Reference
 from longshift.workload.groups import Edge, home_layout
 
@@ -241,8 +242,7 @@ def _later(state: State, trial: Trial, layouts: Sequence[Layout], world: World, 
     saved = Checkpoint.latest(run, world)
     own, read = trial.source(), saved.source()
     state, player = build(trial, layouts, world, cut, lambda name, box: (own if trial.spec.by_name[name].frozen else read)(name, box))
-    state.optimizer.restore(saved.read, trial.packed)
-    state.optimizer.resume(steps)
+    state.optimizer.restore(saved.read, trial.packed, steps)
     world.gather_text("")
     if world.rank == 0:
         shutil.rmtree(run)

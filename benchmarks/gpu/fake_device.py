@@ -24,7 +24,7 @@ from longshift.model.chosen_kernel import kernels
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
 from longshift.step import player
-from longshift.stream import disk_file, tiers
+from longshift.stream import disk_file, gpu_tiers
 
 NAME = "gpu"
 FLASH = kernels(torch.device("cuda"), torch.bfloat16)[0]
@@ -54,10 +54,10 @@ class Stream:
 def _dropped(native: Callable) -> Callable:
     """`HostTier.drop`: what all came back had been sent before."""
 
-    def drop(tier: tiers.HostTier, key: tuple) -> None:
+    def drop(tier: gpu_tiers.HostTier, key: tuple) -> None:
         native(tier, key)
         if not tier.objects:
-            for event, _ in tier.under_way:
+            for event, *_ in tier.under_way:
                 event.synchronize()
 
     return drop
@@ -155,10 +155,10 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.multiple(torch.cuda, Stream=lambda device: Stream(), current_stream=lambda device: Stream(), cudart=lambda: runtime),
         patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
         patch.multiple(torch.Tensor, record_stream=lambda x, stream: stream.kept.append(x), data_ptr=lambda x: id(x)),
-        patch.object(tiers.HostTier, "drop", _dropped(tiers.HostTier.drop)),
+        patch.object(gpu_tiers.HostTier, "drop", _dropped(gpu_tiers.HostTier.drop)),
         patch.object(disk_file, "ThreadPoolExecutor", AtOnce),
-        patch.object(tiers, "_bytes_of", lambda tensor: memoryview(b"")),  # nothing goes to the disk
-        patch.object(tiers, "_pages", lambda size: torch.empty(size, dtype=torch.uint8)),
+        patch.object(gpu_tiers, "bytes_of", lambda tensor: memoryview(b"")),  # nothing goes to the disk
+        patch.object(gpu_tiers, "_pages", lambda size: torch.empty(size, dtype=torch.uint8)),
         patch.object(torch, "tensor", _tensor),
         patch.multiple(torch, addmm=held.wider(torch.addmm), baddbmm=held.wider(torch.baddbmm)),
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step

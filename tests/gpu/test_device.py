@@ -21,7 +21,7 @@ from longshift.model.float8 import linear, linear_back, multiplies_codes, rounde
 from longshift.model.functions import add_product
 from longshift.model.kernels import FLASH, Kernel, reference, reference_backward
 from longshift.spec.model import ModelSpec, Rope
-from longshift.stream.tiers import tier_of
+from longshift.stream.gpu_tiers import tier_of
 from longshift.trainer.admission import _room
 
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())

@@ -77,8 +77,7 @@ def carry(world: World, source: str, target: str, layout: str, truth: str | None
     state = _blank(world, Layout.parse(layout))
     for shard in state.home.shards:
         fill(shard, saved.source())
-    state.optimizer.restore(saved.read, "float32")
-    state.optimizer.resume(saved.facts["updates"])
+    state.optimizer.restore(saved.read, "float32", saved.facts["updates"])
     whole = load_file(truth) if truth else {}
     held = wrong = 0
     for name, box, _, kinds in state.optimizer.state():
@@ -277,6 +276,7 @@ def make_tokenizer(world: World, place: str, vocab: int) -> None:
 
 
 READ = Checkpoint.read
+RESTORE = Optimizer.restore
 
 
 def forget(kind: str) -> Callable[..., Tensor]:
@@ -290,11 +290,16 @@ def round_masters(saved: Checkpoint, kind: str, name: str, box: Box) -> Tensor:
     return values.to(torch.bfloat16).to(values.dtype) if kind == "master" else values
 
 
+def forget_steps(optimizer: Optimizer, read: Callable, was: str, steps: int) -> None:
+    """An `Optimizer.restore` that begins the bias correction again."""
+    RESTORE(optimizer, read, was, 0)  # pyright: ignore[reportArgumentType]
+
+
 MUTANTS: dict[str, tuple[type, str, Callable]] = {
     "exp_avg": (Checkpoint, "read", forget("exp_avg")),
     "exp_avg_sq": (Checkpoint, "read", forget("exp_avg_sq")),
     "master": (Checkpoint, "read", round_masters),
-    "steps": (Optimizer, "resume", lambda *_: None),
+    "steps": (Optimizer, "restore", forget_steps),
 }
 
 

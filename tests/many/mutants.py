@@ -283,7 +283,7 @@ def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool
 
     def wrong_reduce(self: AlignedCopies, unit: int) -> None:
         fused = self.fused[unit]
-        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.learning, fused.sums or ())})
+        own.update({id(bucket.shard): (self.spec, total.clone().view(-1)) for bucket, total in zip(fused.learning, fused.sums or ())})
         reduce(self, unit)
 
     def wrong_receive(self: Shard, total: Tensor) -> None:
@@ -403,7 +403,12 @@ def _midway(patch: Patch, damage: Callable[[Optimizer], object]) -> None:
 
 def adam_step_reset(patch: Patch) -> None:
     """The step of the bias correction starts again."""
-    _midway(patch, lambda optimizer: [part.updates.zero_() for part in optimizer._parts])
+    apply = Optimizer._apply
+
+    def wrong(self: Optimizer, shards: Sequence[Shard], lr: float, factor: float, step: int) -> None:
+        apply(self, shards, lr, factor, step - MIDWAY if step > MIDWAY else step)
+
+    patch.setattr(Optimizer, "_apply", wrong)
 
 
 def first_moment_reset(patch: Patch) -> None:

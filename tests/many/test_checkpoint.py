@@ -18,8 +18,8 @@ from longshift.errors import CheckpointError, PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
-from longshift.state.checkpoint import Checkpoint, _overlap
-from longshift.state.manifest import read_manifest, render, sealed
+from longshift.state.checkpoint import Checkpoint
+from longshift.state.manifest import overlap, read_manifest, render, sealed
 
 KINDS = ("master", *TRIAL.rule.moments)
 LAYOUTS = ("dp1", "dp2.z1", "tp2", "pp2", "u2.z3", "dp3", "dp3.z2", "dp2.tp2.z3")
@@ -542,9 +542,9 @@ def test_the_first_checkpoint_makes_the_identity_and_those_after_it_keep_it(call
 
 def test_overlaps_are_found():
     boxes = [Box.parse(text) for text in ("[0:2, 0:4]", "[2:5, 0:2]", "[2:3, 2:4]", "[3:5, 2:4]", "[5:9, 0:4]")]
-    assert _overlap(boxes) is None
+    assert overlap(boxes) is None
     for extra in ("[1:2, 3:4]", "[0:9, 0:1]", "[4:6, 3:9]", "[8:20, 3:4]"):
-        assert _overlap([*boxes, Box.parse(extra)]) is not None
+        assert overlap([*boxes, Box.parse(extra)]) is not None
 
 
 # ---------------------------------------------------------------------------------------------------- space, death, order

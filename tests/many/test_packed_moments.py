@@ -63,8 +63,7 @@ def resumed(world: World, trial: dict, layouts: list[str], formats: list[MomentF
             state.home.close()
             saved = Checkpoint.latest(Path(folder), world)
             state, player = build(part, parse_layouts(layouts[number % len(layouts)]), world, source=saved.source())
-            state.optimizer.restore(saved.read, before)
-            state.optimizer.resume(number)
+            state.optimizer.restore(saved.read, before, number)
         before = part.packed
         losses.append(train_step(state, batch, player).loss)
     return losses

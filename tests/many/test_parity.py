@@ -133,7 +133,7 @@ SWITCHED = (
     ("llama", "dp4 > dp2.tp2 > tp4", 2, 20_000, 1 << 30, "fan_out"),
     ("llama-tied", "dp4.z2 > u4 > pp2.tp2", 2, 1 << 20, 0, "fan_out"),
     ("llama-tied", "pp4 > ring2.tp2.z3 > dp2.pp2", 4, 20_000, 30_000, "algorithm1"),
-    ("llama", "dp2.tp2.z3 > pp2.dp2.z2 > dp4.z3", 2, 5_000, 1 << 30, "first_owner"),
+    ("llama", "dp2.tp2.z3 > pp2.dp2.z2 > dp4.z3", 2, 5_000, 1 << 30, "algorithm1"),
     ("gpt2", "dp2.u2 > tp2.ring2.recompute-full > pp2.v2.tp2", 2, 20_000, 1 << 30, "fan_out"),
     ("qwen3", "dp8 > pp2.dp2.tp2 > dp2.tp4", 4, 50_000, 1 << 30, "fan_out"),
     ("llama", "dp2 > pp2.chunk7.fpdt > u2.chunk24.disk", 1, 1 << 20, 1 << 30, "fan_out"),

@@ -33,7 +33,7 @@ def ways() -> Iterator:
             same = Layout.parse(text)
             if (same.dp * same.ulysses * same.ring, same.tp, same.pp) != (cut.dp * cut.ulysses * cut.ring, cut.tp, cut.pp):
                 visits.append(text)
-        how = (("float64", "float32", "bf16")[number % 3], (1, 2, 4)[number % 3], ("fan_out", "algorithm1", "first_owner")[number // 3 % 3])
+        how = (("float64", "float32", "bf16")[number % 3], (1, 2, 4)[number % 3], ("fan_out", "algorithm1")[number // 3 % 2])
         yield pytest.param(home, visits, *how, draw.choice((1000, 4000, 1 << 20)), id=f"{number}-{home}-{how[2]}-{how[1]}-{how[0]}")
 
 

@@ -23,8 +23,8 @@ from longshift.state.transfer import Transfer
 from longshift.state.visit import RowCopies, Switches, copies_of
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
-from longshift.switch.options import SwitchOptions
 from longshift.switch.plan import Plan
+from longshift.switch.planners import SwitchOptions
 from longshift.switch.spread import BoxesByWeight, Spread, spread_weights
 from longshift.workload.groups import Edge
 
@@ -127,9 +127,9 @@ def boxes_of(stop: Copies) -> dict[str, list[Box]]:
         return {name: list(boxes) for name, boxes in stop.boxes.items()}
     found: dict[str, list[Box]] = {}
     for shard in stop.home.shards:
-        for name, box in shard.boxes:
-            if box:
-                found.setdefault(name, []).append(box)
+        for placed in shard.boxes:
+            if placed.box:
+                found.setdefault(placed.name, []).append(placed.box)
     return found
 
 
@@ -155,7 +155,7 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     world.prepare([everyone], "weights")
     cut = Layout.parse("dp4.z1")
     here = Home(spec, cut, world, how, lambda n, b: numbered(spec, n, b, 0))
-    options = SwitchOptions("first_owner" if world.rank == 1 else "fan_out")
+    options = SwitchOptions("algorithm1" if world.rank == 1 else "fan_out")
     edges = [Edge(1, Layout.parse("tp4")), Edge(2, cut)]
     way = Itinerary(spec, edges, Links(2, 8.0, 1.0), 8, 8, options)
     switches = Switches(way, here, world, everyone, how)

@@ -24,8 +24,9 @@ from longshift.state import crossing
 from longshift.state import home as home_module
 from longshift.state.crossing import Crossing
 from longshift.step import player as player_module
-from longshift.stream import disk_file, tiers
-from longshift.stream.tiers import BouncedTier, HostTier, Tier
+from longshift.stream import disk_file, gpu_tiers, tiers
+from longshift.stream.gpu_tiers import BouncedTier, HostTier
+from longshift.stream.tiers import Tier
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))  # last: a script there has the name of one above
 
@@ -33,7 +34,8 @@ from fake_device import AtOnce  # pyright: ignore[reportMissingImports]
 
 Clock = dict[int, int]  # how far each stream had come
 Line = tuple[str, int]  # of a file
-WATCHED = {tiers.__file__: "tiers.py", crossing.__file__: "crossing.py"}  # files whose waits are known by their lines
+# Files whose waits are known by their lines.
+WATCHED = {tiers.__file__: "tiers.py", gpu_tiers.__file__: "gpu_tiers.py", crossing.__file__: "crossing.py"}
 
 
 class Event(Clock):
@@ -102,7 +104,7 @@ class Cuda(TorchDispatchMode):
         frame: Any = sys._getframe()
         while frame.f_code.co_filename not in WATCHED:
             frame = frame.f_back
-        if frame.f_code.co_name == "_pace":
+        if frame.f_code.co_name == "wait_sent":
             return False
         line = WATCHED[frame.f_code.co_filename], frame.f_lineno
         self.waits.add(line)
@@ -228,9 +230,9 @@ def modelled(patch: pytest.MonkeyPatch, ignored: Line = ("", 0)) -> Iterator[Cud
         patched.setattr(torch.UntypedStorage, "resize_", lambda storage, size: cuda.resized(storage, size))
         patched.setattr(player_module, "tier_of", made)
         patched.setattr(disk_file, "ThreadPoolExecutor", AtOnce)
-        patched.setattr(tiers, "BOUNCE_BYTES", 512)
-        patched.setattr(tiers, "_bytes_of", cuda.bytes_of)
-        patched.setattr(tiers, "whole_pages", lambda size: -(-size // 16) * 16)  # sizes here are less than a page
+        patched.setattr(gpu_tiers, "BOUNCE_BYTES", 512)
+        patched.setattr(gpu_tiers, "bytes_of", cuda.bytes_of)
+        patched.setattr(gpu_tiers, "whole_pages", lambda size: -(-size // 16) * 16)  # sizes here are less than a page
         patched.setattr(home_module, "crossing_of", lambda device, slots: Crossing(device, slots))
         patched.setattr(crossing, "SLOT_BYTES", 512)
         yield cuda

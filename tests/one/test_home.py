@@ -7,8 +7,8 @@ import torch
 
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
-from longshift.state import home
-from longshift.state.home import BLOCK, random_source
+from longshift.state import initial_weights
+from longshift.state.initial_weights import BLOCK, random_source
 
 SPEC = ModelSpec("llama", vocab=70, width=1300, layers=1, heads=4, kv_heads=2, head_width=325, ffn=70, max_positions=64, init_std=0.1)
 HEAD, DOWN, NORM = "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
@@ -44,14 +44,14 @@ def test_values_are_drawn_as_asked_and_no_block_is_drawn_twice():
 
 def test_a_box_costs_what_it_holds_and_at_most_a_block_around_it(monkeypatch):
     """Of a weight that no machine could draw whole."""
-    drawn, blocks = [], home._blocks
+    drawn, blocks = [], initial_weights._blocks
 
     def counted(box: Box, shape: tuple[int, ...]):
         for number, block in blocks(box, shape):
             drawn.append(block.elements)
             yield number, block
 
-    monkeypatch.setattr(home, "_blocks", counted)
+    monkeypatch.setattr(initial_weights, "_blocks", counted)
     huge = ModelSpec("llama", vocab=1 << 24, width=1 << 20, layers=1, heads=4, kv_heads=2, head_width=4, ffn=4, max_positions=4)
     for rows, columns in ((8, 8), (1, 40_000), (3_000, 1)):
         drawn.clear()

@@ -18,8 +18,9 @@ from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step import player
 from longshift.step.update import train_step
-from longshift.stream import tiers
-from longshift.stream.tiers import BOUNCES, BouncedTier, CopyTier, DeviceTier, HostTier, StoredObject, Tensors, tier_of
+from longshift.stream import gpu_tiers
+from longshift.stream.gpu_tiers import BOUNCES, BouncedTier, HostTier, tier_of
+from longshift.stream.tiers import CopyTier, DeviceTier, StoredObject, Tensors
 
 TRIAL = Trial(
     ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope()), lengths=((40, 21), (47,), (53, 6)), precision="bf16", capacity=61
@@ -125,13 +126,13 @@ def test_the_host_is_few_puts_ahead_of_the_device(monkeypatch: pytest.MonkeyPatc
         tier = HostTier(torch.device("cpu"))
         for number in range(10):
             tier.put(number, torch.zeros(8))
-            assert waited == [tier.objects[key].left for key in range(number + 1 - tiers.UNDER_WAY)]
+            assert waited == [tier.objects[key].left for key in range(number + 1 - gpu_tiers.UNDER_WAY)]
 
 
 def test_the_host_is_one_large_put_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch):
     waited: list[Event] = []
     monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
-    monkeypatch.setattr(tiers, "UNDER_WAY_BYTES", 100)
+    monkeypatch.setattr(gpu_tiers, "UNDER_WAY_BYTES", 100)
     with modelled(monkeypatch):
         tier = HostTier(torch.device("cpu"))
         for number, size in enumerate((10, 50, 10, 8, 2)):
@@ -161,7 +162,7 @@ class PackedTier(CopyTier):
     """A tier that is made here: objects wait in the host's memory, compressed. `forgets`: it mixes up what was put last."""
 
     def __init__(self, device: torch.device, forgets: bool = False):
-        super().__init__(device)
+        super().__init__(device, 1, 1)
         self.forgets = forgets
 
     def send(self, tensors: Tensors, size: int) -> tuple[list[bytes], None]:
@@ -177,6 +178,8 @@ class PackedTier(CopyTier):
 
     def fill_after(self, copy: object) -> None:
         raise AssertionError("nothing is on its way")
+
+    wait_sent = fill_after
 
     def forget(self, stored: StoredObject) -> None:
         stored.place.clear()

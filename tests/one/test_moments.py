@@ -14,6 +14,7 @@ from longshift.layout.box import Box
 from longshift.spec.formats import LARGEST, MomentFormat
 from longshift.state import moments as kept
 from longshift.state.moments import PackedMoment, converted, largest
+from longshift.state.records import place_boxes
 
 WHOLE = (5, 300)
 
@@ -23,7 +24,9 @@ def made(x: Tensor, format: MomentFormat = "float8", root: bool = False, box: Bo
     box = box or Box.whole(tuple(x.shape))
     blocks = sum(1 for _ in range(box.start[-1] // BLOCK, -(-box.stop[-1] // BLOCK))) * (x.numel() // x.shape[-1])
     codes = torch.zeros(x.numel(), dtype=kept.DTYPES[format])
-    moment = PackedMoment([box], format, root, x.flatten().clone(), codes, torch.zeros(blocks) if format == "float8" else None)
+    moment = PackedMoment(
+        place_boxes([("", box)]), format, root, x.flatten().clone(), codes, torch.zeros(blocks) if format == "float8" else None
+    )
     moment.measure()
     moment.pack(1)
     return moment
@@ -102,10 +105,10 @@ def test_a_checkpoint_is_converted_box_by_box_as_a_whole(was: MomentFormat, now:
     moment = made(x, was, root=was == "float8") if was != "float32" else None
     scales = moment.scales.view(5, 3) if moment is not None and moment.scales is not None else None
     saved = {"exp_avg_sq": moment.codes.view(WHOLE) if moment else x, "exp_avg_sq.scale": scales}
-    read: Callable[[str, Box], Tensor] = lambda kind, box: saved[kind][tuple(map(slice, box.start, box.stop))]  # noqa: E731  # pyright: ignore
-    whole, blocks = converted(read, "exp_avg_sq", Box.whole(WHOLE), WHOLE, was, now, torch.float32)
+    read: Callable[[str, str, Box], Tensor] = lambda kind, name, box: saved[kind][tuple(map(slice, box.start, box.stop))]  # noqa: E731  # pyright: ignore
+    whole, blocks = converted(read, "exp_avg_sq", "", Box.whole(WHOLE), WHOLE, was, now, torch.float32)
     box = Box((1, 100), (4, 260))
-    part, own = converted(read, "exp_avg_sq", box, WHOLE, was, now, torch.float32)
+    part, own = converted(read, "exp_avg_sq", "", box, WHOLE, was, now, torch.float32)
     assert torch.equal(part.float(), whole[1:4, 100:260].float())
     assert whole.dtype == kept.DTYPES.get(now, torch.float32)
     if blocks is not None and own is not None:

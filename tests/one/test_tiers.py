@@ -19,7 +19,8 @@ from torch import Tensor
 from longshift.errors import LongshiftError, OutOfMemoryError
 from longshift.stream import tiers
 from longshift.stream.disk_file import ALIGN
-from longshift.stream.tiers import DeviceTier, DiskTier, Tier, tier_of
+from longshift.stream.gpu_tiers import tier_of
+from longshift.stream.tiers import DeviceTier, DiskTier, Tier
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -237,7 +238,8 @@ class SlowDisk(DiskTier):
     """A write begins when `open` is set, or after `delay_s`."""
 
     def __init__(self, folder: Path, in_flight_bytes: int = MANY, delay_s: float = 0.0):
-        super().__init__(folder, in_flight_bytes, checked=True)
+        super().__init__(folder, checked=True)
+        self.max_put_bytes = in_flight_bytes
         self.open, self.delay_s = threading.Event(), delay_s
         if delay_s:
             self.open.set()

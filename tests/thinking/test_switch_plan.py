@@ -17,8 +17,8 @@ from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
-from longshift.switch.options import SwitchOptions
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.planners import SwitchOptions
 from longshift.switch.spread import BoxesByWeight, Spread, plainest, spread_weights, together, turn_about
 from longshift.switch.traffic import least_s, traffic
 from longshift.workload.groups import Edge
@@ -27,7 +27,7 @@ SPEC = ModelSpec("llama", 7, 6, 3, 6, 2, 1, 5, 16, tied=True)
 ROLES = ("embed", "k", "o", "gate", "norm2")  # rows on two stages, shared heads, columns, uneven rows, uncut
 KINDS = ("copies", "home", "both")
 LINKS = [Links(n, 300e9, 25e9) for n in (1, 2, 3, 4, 8, 16)]
-PLANNERS = ("algorithm1", "fan_out", "first_owner")
+PLANNERS = ("algorithm1", "fan_out")
 
 
 def legal_layouts() -> list[Layout]:
@@ -427,7 +427,7 @@ def test_a_bucket_for_less_than_an_element_is_refused() -> None:
 def test_a_rank_takes_from_itself_then_from_the_first_holder() -> None:
     whole = Box((0,), (4,))
     held = {"w": Spread(((whole.cut(0, 0, 2), (0, 1)), (whole.cut(0, 2, 4), (2, 3))))}
-    (turn,) = switch_plan(held, {"w": Spread(((whole, (1,)),))}, Links(4, 1, 1), 2, "first_owner").turns(1)
+    (turn,) = switch_plan(held, {"w": Spread(((whole, (1,)),))}, Links(4, 1, 1), 2, "algorithm1").turns(1)
     moves = (*turn.local, *turn.rounds[0].receives)
     assert [(m.source, m.target, str(m.box)) for m in moves] == [(1, 1, "[0:2]"), (2, 1, "[2:4]")]
 

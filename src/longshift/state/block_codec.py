@@ -42,12 +42,16 @@ def maxima_to_scales(maxima: Tensor) -> Tensor:
     return maxima.div_(LARGEST).nan_to_num_(nan=torch.inf, posinf=torch.inf).clamp_(min=LEAST_SCALE)
 
 
+def block_maxima(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each of blocks [..., BLOCK], float32."""
+    low, high = blocks.aminmax(dim=-1)
+    return torch.maximum(low.neg_(), high, out=high).to(torch.float32)
+
+
 def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
     """Scales and codes of rows x [..., columns] that begin in this column of the weight."""
     blocks = in_blocks(x, column, copy=False)
-    low, high = blocks.aminmax(dim=-1)
-    torch.maximum(low.neg_(), high, out=high)
-    scales.copy_(maxima_to_scales(high.to(torch.float32)))
+    scales.copy_(maxima_to_scales(block_maxima(blocks)))
     is_view = column % BLOCK == x.shape[-1] % BLOCK == 0
     scaled = torch.div(
         blocks, scales[..., None], out=torch.empty_like(blocks) if is_view else blocks

@@ -25,7 +25,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,8 +45,10 @@ from longshift.state.manifest import (
     FORMAT,
     IDENTITY,
     TYPES,
+    Index,
     Manifest,
     SavedFile,
+    index_boxes,
     instead,
     new_identity,
     read_manifest,
@@ -62,18 +63,6 @@ BEST = "BEST"
 FILE_BYTES = 2 << 30
 Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class SavedBox:
-    """Where the values of one box lie."""
-
-    path: Path
-    key: str
-    box: Box
-
-
-Index = dict[tuple[str, str], list[SavedBox]]  # by kind and weight
 
 
 def save(
@@ -221,7 +210,7 @@ class Checkpoint:
                 f"{folder} holds step {manifest.step}: it was moved; give each folder its own"
                 f" name.{instead(folder)}"
             )
-        index = _together(world, fault, lambda: _index(folder, manifest))
+        index = _together(world, fault, lambda: index_boxes(folder, manifest))
         files = _together(
             world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size], index)
         )
@@ -287,9 +276,9 @@ class Checkpoint:
             )
         return out
 
-    def source(self, kind: str = "master") -> Source:
-        """The values of one kind as Home takes them."""
-        return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
+    def source(self) -> Source:
+        """The masters as Home takes them."""
+        return lambda name, box: self.read("master", name, box) if box else torch.empty(box.shape)
 
 
 def _together(world: World, failure: str, work: Callable[[], T] | None) -> T:
@@ -404,56 +393,6 @@ def _read_pointer(run: Path, name: str) -> str:
             f"{pointer} names {step!r}, which is not a checkpoint of this run.{instead(folder)}"
         )
     return step
-
-
-def _index(folder: Path, manifest: Manifest) -> Index:
-    """Where every box lies; the boxes of a weight are disjoint."""
-    path = folder / "manifest.json"
-    index = Index()
-    cache: dict[str, Box] = {}  # by text: the kinds of a weight have the same boxes
-    for file in manifest.files:
-        for key in file.tensors:
-            kind, name, box = _parse_key(path, key, cache)
-            index.setdefault((kind, name), []).append(SavedBox(folder / file.name, key, box))
-    for (kind, name), entries in index.items():
-        overlap = _overlap([saved.box for saved in entries])
-        if overlap:
-            first, second = overlap
-            raise CheckpointError(
-                f"{path} is malformed: {kind} {name} is there twice, as {first} and"
-                f" {second}.{instead(folder)}"
-            )
-    return index
-
-
-def _parse_key(path: Path, key: str, cache: dict[str, Box]) -> tuple[str, str, Box]:
-    """Kind, weight and box of a key; `cache` remembers the boxes that were parsed."""
-    try:
-        kind, name, text = key.split("|")
-        if text in cache:
-            return kind, name, cache[text]
-        box = Box.parse(text)
-        if str(box) == text and box and min(box.start) >= 0:
-            cache[text] = box
-            return kind, name, box
-    except ValueError:
-        pass
-    raise CheckpointError(
-        f"{path} is malformed: {key!r} is not KIND|WEIGHT|BOX.{instead(path.parent)}"
-    )
-
-
-def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share a value or differ in their number of dims, if any.
-    Sweeps along dim 0."""
-    candidates: list[Box] = []
-    for box in sorted(boxes):
-        candidates = [candidate for candidate in candidates if candidate.stop[0] > box.start[0]]
-        for candidate in candidates:
-            if len(candidate.shape) != len(box.shape) or candidate & box:
-                return candidate, box
-        candidates.append(box)
-    return None
 
 
 def _verify(folder: Path, files: Sequence[SavedFile], index: Index) -> dict[Path, Any]:

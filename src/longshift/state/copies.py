@@ -22,9 +22,10 @@ gathered for the first time.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,12 @@ from longshift.layout.box import Box
 from longshift.layout.placement import assemble, boxes_on, local_shape, moving_unit
 from longshift.model.decoder import Unit
 from longshift.model.functions import add_product
-from longshift.spec.formats import Wire, adds_inside
+from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec
-from longshift.state.crossing import Crossing
 from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
 from longshift.state.resizable import Tensors
-from longshift.state.strip_views import Strips, StripViews
+from longshift.state.strip_views import Strips
 from longshift.state.wire import CodedSlots, RoundedSlots, sent_gradients
 from longshift.switch.itinerary import Cut
 
@@ -69,7 +69,7 @@ class Copies(ABC):
         self.home = home
         self.compute = precision.compute
         self.sum_format = precision.home
-        self.wire = precision.wire
+        self.precision = precision
         self.adds_inside = adds_inside(
             precision.compute.itemsize, precision.home.itemsize, world.device.type != "cpu"
         )
@@ -78,9 +78,11 @@ class Copies(ABC):
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
         self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
+        self.weights: dict[str, Tensor] = {}  # without their gradients
         for unit, boxes in boxes_on(spec, cut.layout, world.rank).items():
             self.boxes |= boxes
             self.units[unit] = self._allocate(unit, list(boxes))
+            self.weights |= {name: w.data for name, w in self.units[unit].weights.items()}
             self.prepare(unit)
             self.units[unit].memory.drop()
 
@@ -117,20 +119,14 @@ class Copies(ABC):
 
     def part(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a weight; None where it is not here."""
-        place = self.place(name, box)
-        if place is None:
-            return None
-        unit = moving_unit(self.spec, self.spec.by_name[name])
-        return self.units[unit].weights[name].data[place]
+        return self.box_of(self.weights, name, box)
 
-    def place(self, name: str, box: Box) -> tuple[slice, ...] | None:
-        """Where a box lies in the rank's tensor of a weight; None where it is not here."""
+    def box_of(self, tensors: Mapping[str, Tensor], name: str, box: Box) -> Tensor | None:
+        """A view of a box of the rank's tensor of a weight; None where it is not here."""
         held = self.boxes.get(name, ())
-        return (
-            assemble(box, held, self.spec.by_name[name].dim)
-            if any(box in part for part in held)
-            else None
-        )
+        if not any(box in part for part in held):
+            return None
+        return tensors[name][assemble(box, held, self.spec.by_name[name].dim)]
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""
@@ -235,132 +231,120 @@ class Copies(ABC):
         """Return when home holds the sums of the unit's oldest reduction under way."""
 
 
-class FusedCollectives:
-    """What the collectives of one unit need. Mutable."""
+class FusedBucket:
+    """A bucket of a unit, as its fused collectives see it. Immutable."""
 
-    def __init__(
-        self,
-        copies: UnitCopies,
-        buckets: list[tuple[Strips, Shard]],
-        compute: torch.dtype,
-        sums: torch.dtype,
-        wire: Wire,
-    ):
-        """`compute`, `sums`: the formats of copies and of gradient sums."""
+    def __init__(self, strips: Strips, shard: Shard, copies: UnitCopies, precision: Precision):
+        self.strips = strips
+        self.shard = shard
+        # How weights and gradients travel, where not as they are.
+        self.coded: CodedSlots | None = None
+        self.sent: CodedSlots | RoundedSlots | None = None
+        if strips.bucket.sharded:
+            if precision.wire.weights == "float8":
+                self.coded = CodedSlots(strips, precision.compute)
+            if not strips.bucket.frozen:
+                self.sent = sent_gradients(precision.wire.gradients, strips, precision.home)
+        # What a gather writes: the strips of the weights that are not home's own. From `sources`,
+        # where home is not sharded.
+        self.gathered = [views for views in strips.strips if views.name not in copies.borrowed]
+        self.targets = [views.in_weight(copies.weights[views.name].data) for views in self.gathered]
+        self.sources: list[Tensor] = []
+        if not strips.bucket.sharded:
+            self.sources = [views.in_buffer(shard.master.unsqueeze(0)) for views in self.gathered]
+
+    def copy_in(self, buffer: Tensor | None = None) -> None:
+        """Copy into the weights: from the fused buffer, or from home where that is not sharded."""
+        if self.coded is not None and buffer is not None:
+            for views, target in zip(self.gathered, self.targets):
+                self.coded.decode(views, buffer, target)
+        elif self.targets:
+            sources = self.sources
+            if buffer is not None:
+                sources = [views.in_buffer(buffer) for views in self.gathered]
+            torch._foreach_copy_(self.targets, sources)
+
+
+class PendingReduction(NamedTuple):
+    """A bucket whose reduction into `out` is under way."""
+
+    bucket: FusedBucket
+    pending: Pending
+    out: Tensor
+
+
+class FusedUnit:
+    """The buckets of one unit, and what is under way. Mutable. `sums`: fused gradient buffers, one
+    a bucket that is trained."""
+
+    def __init__(self, buckets: list[FusedBucket]):
         self.buckets = buckets
-        self.learning = [(strips, shard) for strips, shard in buckets if not strips.bucket.frozen]
-        self.coded = [
-            CodedSlots(strips, compute)
-            if wire.weights == "float8" and strips.bucket.sharded
-            else None
-            for strips, _ in buckets
-        ]
-        self.sent = [
-            sent_gradients(wire.gradients, strips, sums) if strips.bucket.sharded else None
-            for strips, _ in self.learning
-        ]
-        # Of every bucket, what a gather writes: the strips of the weights that are not home's own;
-        # `sources`, where home is not sharded.
-        self.gather_strips: list[list[StripViews]] = []
-        self.targets: list[list[Tensor]] = []
-        self.sources: list[list[Tensor]] = []
-        for strips, shard in buckets:
-            views = [strip for strip in strips.strips if strip.name not in copies.borrowed]
-            self.gather_strips.append(views)
-            self.targets.append(
-                [strip.in_weight(copies.weights[strip.name].data) for strip in views]
-            )
-            if strips.bucket.sharded:
-                self.sources.append([])
-            else:
-                self.sources.append([strip.in_buffer(shard.master.unsqueeze(0)) for strip in views])
-        self.arriving: list[Pending] | None = None
-        # Fused gradient buffers, one a bucket that is trained.
+        self.learning = [bucket for bucket in buckets if not bucket.strips.bucket.frozen]
+        self.arriving: list[Pending] = []
         self.sums: list[Tensor] | None = None
-        self.reducing: deque[
-            list[tuple[Pending, Tensor, CodedSlots | RoundedSlots | None, Shard]]
-        ] = deque()
-
-    def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
-        """Copy into the weights: from the fused buffer of a bucket,
-        or from home where that is not sharded."""
-        if (coded := self.coded[number]) is not None and buffer is not None:
-            for strip, target in zip(self.gather_strips[number], self.targets[number]):
-                coded.decode(strip, buffer, target)
-        elif self.targets[number]:
-            if buffer is None:
-                sources = self.sources[number]
-            else:
-                sources = [strip.in_buffer(buffer) for strip in self.gather_strips[number]]
-            torch._foreach_copy_(self.targets[number], sources)
+        self.reducing: deque[list[PendingReduction]] = deque()
 
 
 class AlignedCopies(Copies):
     """Copies of a layout that is cut as `home` is. Mutable."""
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
-        self.fused: dict[int, FusedCollectives] = {}
+        self.fused: dict[int, FusedUnit] = {}
         super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
-        shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]
-        buckets = [
-            (Strips(shard.bucket, self.world.rank, self.boxes, self.spec), shard)
-            for shard in shards
-        ]
-        masters = [shard.vectors["master"] for shard in shards]
-        for vector in masters:
-            vector.hold()
-        self.fused[unit] = FusedCollectives(
-            self.units[unit], buckets, self.compute, self.sum_format, self.wire
-        )
-        for vector in masters:
-            vector.evict()
+        buckets = []
+        for shard in self.home.shards:
+            if shard.bucket.unit == unit:
+                strips = Strips(shard.bucket, self.world.rank, self.boxes, self.spec)
+                shard.vectors["master"].hold()
+                buckets.append(FusedBucket(strips, shard, self.units[unit], self.precision))
+                shard.vectors["master"].evict()
+        self.fused[unit] = FusedUnit(buckets)
 
     def gather(self, unit: int) -> None:
         fused = self.fused[unit]
         self.units[unit].memory.hold()
-        fused.arriving = [self._start(fused, number) for number in range(len(fused.buckets))]
+        fused.arriving = [self._start(bucket) for bucket in fused.buckets]
 
-    def _start(self, fused: FusedCollectives, number: int) -> Pending:
-        strips, shard = fused.buckets[number]
-        if shard.crossing is not None:
-            return self._start_across(fused, number, shard.crossing)
+    def _start(self, bucket: FusedBucket) -> Pending:
+        """Start to bring a bucket's weights. Of a home outside the GPU, the collective follows the
+        copies, on their stream."""
+        strips = bucket.strips
+        crossing = bucket.shard.crossing
         if not strips.bucket.sharded:
-            fused.copy_in(number)
-            return Pending()
-        if (coded := fused.coded[number]) is not None:
-            rank_slot = coded.own(shard.master).to(self.world.device)
-        else:
-            rank_slot = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
-            rank_slot[: strips.own].copy_(shard.master)
-        buffer = rank_slot.new_empty((strips.slots, len(rank_slot)))
-        pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, rank_slot)
-        pending.finish = partial(fused.copy_in, number, buffer)
-        return pending
-
-    def _start_across(self, fused: FusedCollectives, number: int, crossing: Crossing) -> Pending:
-        """As `_start`, of a home outside the GPU: the collective follows the copies
-        on their stream."""
-        strips, shard = fused.buckets[number]
-        if not strips.bucket.sharded:
-            crossing.bring(zip(fused.sources[number], fused.targets[number]))
+            if crossing is None:
+                bucket.copy_in()
+                return Pending()
+            crossing.bring(zip(bucket.sources, bucket.targets))
             return Pending(finish=crossing.arrived())
-        if (coded := fused.coded[number]) is not None:
-            source = coded.own(shard.master)
-            rank_slot = torch.zeros(coded.size, dtype=torch.uint8, device=self.world.device)
+
+        # 1. Have this rank's slot on the device, and room for all.
+        if bucket.coded is not None:
+            source = bucket.coded.own(bucket.shard.master)
+            slot = source if crossing is None else self._empty_slot(len(source), torch.uint8)
         else:
-            source = shard.master
-            rank_slot = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
-        buffer = rank_slot.new_empty((strips.slots, len(rank_slot)))
-        crossing.bring([(source[None], rank_slot[None, : len(source)])])
+            source = bucket.shard.master
+            slot = self._empty_slot(strips.width, self.compute)
+        buffer = slot.new_empty((strips.slots, len(slot)))
+        group = self.world.group(strips.bucket.holders, "gather")
+
+        # 2. Start the collective.
+        if crossing is None:
+            if slot is not source:
+                slot[: len(source)].copy_(source)
+            pending = group.all_gather(buffer, slot)
+            pending.finish = partial(bucket.copy_in, buffer)
+            return pending
+        crossing.bring([(source[None], slot[None, : len(source)])])
         with torch.cuda.stream(crossing.back):
-            pending = self.world.group(strips.bucket.holders, "gather").all_gather(
-                buffer, rank_slot
-            )
+            pending = group.all_gather(buffer, slot)
         arrived = crossing.arrived()
-        pending.finish = lambda: (arrived(), fused.copy_in(number, buffer))
+        pending.finish = lambda: (arrived(), bucket.copy_in(buffer))
         return pending
+
+    def _empty_slot(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.world.device)
 
     def ready(self, unit: int) -> None:
         fused = self.fused[unit]
@@ -371,7 +355,7 @@ class AlignedCopies(Copies):
         fused = self.fused[unit]
         if fused.sums is not None:
             return False
-        sizes = [(strips.slots, strips.width) for strips, _ in fused.learning]
+        sizes = [(bucket.strips.slots, bucket.strips.width) for bucket in fused.learning]
         fused.sums = [
             torch.empty(size, dtype=self.sum_format, device=self.world.device) for size in sizes
         ]
@@ -380,38 +364,39 @@ class AlignedCopies(Copies):
     def sum_of(self, unit: int, name: str) -> list[tuple[Tensor, tuple[slice, ...]]]:
         fused = self.fused[unit]
         assert fused.sums is not None
-        buffers = [
-            (strips.of.get(name, ()), total)
-            for (strips, _), total in zip(fused.learning, fused.sums)
+        return [
+            (views.in_buffer(total), views.at)
+            for bucket, total in zip(fused.learning, fused.sums)
+            for views in bucket.strips.of.get(name, ())
         ]
-        return [(strip.in_buffer(total), strip.at) for strips, total in buffers for strip in strips]
 
     def reduce(self, unit: int) -> None:
         fused = self.fused[unit]
         sums = fused.sums
         assert sums is not None, f"unit {unit} has no gradients"
         fused.sums = None
-        leaving = []
-        while sums:
-            strips, shard = fused.learning[len(leaving)]
-            sent = fused.sent[len(leaving)]
+        reductions = []
+        for bucket in fused.learning:
             total = sums.pop(0)
-            group = self.world.group(strips.bucket.holders, "reduce")
-            if sent is not None:
-                total = sent.pieces(total)
+            holders = bucket.strips.bucket.holders
+            group = self.world.group(holders, "reduce")
+            if bucket.sent is not None:
+                total = bucket.sent.pieces(total)
                 out = torch.empty_like(total)
-                leaving.append((group.all_to_all(out, total), out, sent, shard))
-            elif strips.bucket.sharded:
-                out = total.new_empty(strips.width)
-                leaving.append((group.reduce_scatter(out, total), out[: strips.own], None, shard))
+                pending = group.all_to_all(out, total)
+            elif bucket.strips.bucket.sharded:
+                out = total.new_empty(bucket.strips.width)
+                pending = group.reduce_scatter(out, total)
             else:
-                flat = total.view(-1)
-                leaving.append((group.start_all_reduce(flat), flat, None, shard))
-        fused.reducing.append(leaving)
+                out = total.view(-1)
+                pending = group.start_all_reduce(out)
+            reductions.append(PendingReduction(bucket, pending, out))
+        fused.reducing.append(reductions)
 
     def reduced(self, unit: int) -> None:
-        leaving = self.fused[unit].reducing.popleft()
-        while leaving:
-            pending, total, sent, shard = leaving.pop(0)
+        reductions = self.fused[unit].reducing.popleft()
+        while reductions:
+            bucket, pending, out = reductions.pop(0)
             pending.wait()
-            shard.receive(total if sent is None else sent.summed(total))
+            total = out[: bucket.strips.own] if bucket.sent is None else bucket.sent.summed(out)
+            bucket.shard.receive(total)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from longshift.layout.layout import Tier
 from longshift.layout.placement import Bucket
-from longshift.stream.tiers import Arena
+from longshift.stream.gpu_tiers import Arena
 
 # Pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into
 # one.

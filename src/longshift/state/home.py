@@ -17,22 +17,19 @@ Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), 
 lies, it is updated there: of what is on disk, that is host memory.
 """
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longshift.dist.world import World
-from longshift.layout.blocks import CutBlocks, cut_blocks, scales_of
+from longshift.layout.blocks import CutBlocks, cut_blocks
 from longshift.layout.box import Box
 from longshift.layout.home_tiers import (
     HomeTiers,
@@ -50,12 +47,17 @@ from longshift.spec.rule import Rule
 from longshift.state.crossing import Crossing, crossing_of, slots_in
 from longshift.state.moments import ROOTS, SCALE, PackedMoment, saved_moments
 from longshift.state.precision import Precision
-from longshift.state.records import DiskVector, Records, Vector, in_memory
+from longshift.state.records import (
+    DiskVector,
+    PlacedBox,
+    Records,
+    Vector,
+    in_memory,
+    place_boxes,
+)
 
-Source = Callable[[str, Box], Tensor]
+Source = Callable[[str, Box], Tensor]  # the values of a box of a weight
 NORM_RUN = 1 << 15  # elements
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = (16, 512)  # rows and columns of a weight that are drawn at one time
 
 
 @dataclass
@@ -65,7 +67,7 @@ class Shard:
     reduced, and always where the bucket is frozen. Mutable."""
 
     bucket: Bucket
-    boxes: tuple[tuple[str, Box], ...]
+    boxes: tuple[PlacedBox, ...]
     owned: bool
     decaying: int  # elements, from the start, that weight decay applies to
     vectors: Mapping[str, Vector]  # by kind
@@ -90,10 +92,8 @@ class Shard:
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """Every name, box and its view of a vector shaped like `master`."""
-        start = 0
-        for name, box in self.boxes:
-            yield name, box, flat[start : start + box.elements].view(box.shape)
-            start += box.elements
+        for placed in self.boxes:
+            yield placed.name, placed.box, placed.values(flat)
 
     def receive(self, total: Tensor) -> None:
         """Add a reduced gradient. Where it is the first, the sum is `total` itself; on disk, and in
@@ -102,11 +102,11 @@ class Shard:
             add = self.grad is not None
             self.crossing.take(total, self.begin() if self.grad is None else self.grad, add)
         elif self.grad is not None:
-            self.grad += total.to(self.grad.device)
+            self.grad += total
         elif self.on_disk:
             self.begin().copy_(total)
         else:
-            self.grad = total.to(self.master.device)
+            self.grad = total
 
     def take_second_places(self) -> None:
         """Let the master and moments be what was written to second places of the file."""
@@ -165,12 +165,10 @@ class Home:
         self.crossing = crossing_of(world.device, slots) if slots else None
         self.shards = [self._shard(bucket, precision, world.device, source) for bucket in buckets]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
-        self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
+        self._places: dict[str, list[tuple[Shard, PlacedBox]]] = {}
         for shard in self.shards:
-            start = 0
-            for name, box in shard.boxes:
-                self._places.setdefault(name, []).append((shard, box, start))
-                start += box.elements
+            for placed in shard.boxes:
+                self._places.setdefault(placed.name, []).append((shard, placed))
 
         self.doubled = self.no_room = False
         if self.records and self.packed == "float32" and early and not precision.scaled:
@@ -184,13 +182,15 @@ class Home:
 
     def _double(self, records: Records, units: Iterable[int], world: World) -> None:
         """Make second records of what lies on disk of these units, where the disk has room."""
-        changed = []
-        for unit in units:
-            for shard in self._learning(unit):
-                changed += [shard.vectors[kind] for kind in ("master", *self.saved)]
-        on_disk = [vector for vector in changed if isinstance(vector, DiskVector)]
+        vectors = [
+            shard.vectors[kind]
+            for unit in units
+            for shard in self._learning(unit)
+            for kind in ("master", *self.saved)
+        ]
+        on_disk = [vector for vector in vectors if isinstance(vector, DiskVector)]
         self.doubled = records.double(on_disk, world.per_node)
-        self.no_room = bool(changed) and not self.doubled
+        self.no_room = bool(on_disk) and not self.doubled
 
     @property
     def by_unit(self) -> bool:
@@ -210,14 +210,14 @@ class Home:
     def _shard(
         self, bucket: Bucket, precision: Precision, device: torch.device, source: Source
     ) -> Shard:
-        boxes = bucket.home(self.rank)
+        boxes = place_boxes(bucket.home(self.rank))
         tier = self.tiers[bucket.unit]
 
         # 1. Make its vectors.
-        elements = sum(box.elements for _, box in boxes)
+        elements = sum(placed.box.elements for placed in boxes)
         formats = {"master": (elements, precision.compute if bucket.frozen else precision.home)}
         if not bucket.frozen:
-            blocks = sum(scales_of(box).elements for _, box in boxes)
+            blocks = sum(placed.blocks.elements for placed in boxes)
             formats |= {
                 kind: (blocks if kind.endswith(SCALE) else elements, dtype)
                 for kind, dtype in self.saved.items()
@@ -231,7 +231,7 @@ class Home:
                 vectors[kind] = Vector(
                     torch.zeros(size, dtype=dtype, device=device if tier == "device" else "cpu")
                 )
-        decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
+        decaying = sum(p.box.elements for p in boxes if self.spec.by_name[p.name].decay)
         shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors)
 
         # 2. Fill the master, with all of it in memory.
@@ -254,7 +254,7 @@ class Home:
     def _packed(self, shard: Shard, name: str) -> PackedMoment:
         scales = shard.vectors.get(name + SCALE)
         moment = PackedMoment(
-            boxes=[box for _, box in shard.boxes],
+            boxes=shard.boxes,
             format=self.packed,
             root=name in ROOTS and self.packed == "float8",
             wide=torch.empty(
@@ -358,20 +358,16 @@ class Home:
         """The maxima of blocks that home cuts, as far as a shard has a part of them, and their
         places among those of all ranks."""
         maxima = shard.vectors[name + SCALE].flat
-        start = 0
-        for weight, box in shard.boxes:
-            scales = scales_of(box)
-            first, columns = blocks.places.get(weight, (0, ()))
-            leading = self.spec.by_name[weight].shape[:-1]
-            box_rows = tuple(slice(begin, end) for begin, end in zip(box.start[:-1], box.stop[:-1]))
+        for placed in shard.boxes:
+            local = placed.blocks
+            first, columns = blocks.places.get(placed.name, (0, ()))
+            shape = (*self.spec.by_name[placed.name].shape[:-1], len(columns))
+            grid = shared[first:][: prod(shape)].view(shape)
+            rows = tuple(map(slice, local.start[:-1], local.stop[:-1]))
             for index, column in enumerate(columns):
-                if scales and scales.start[-1] <= column < scales.stop[-1]:
-                    grid = shared[first:][: prod(leading) * len(columns)].view(
-                        *leading, len(columns)
-                    )
-                    shard_maxima = maxima[start:][: scales.elements].view(scales.shape)
-                    yield shard_maxima[..., column - scales.start[-1]], grid[..., index][box_rows]
-            start += scales.elements
+                if local and local.start[-1] <= column < local.stop[-1]:
+                    part = placed.scales(maxima)[..., column - local.start[-1]]
+                    yield part, grid[..., index][rows]
 
     def _moments(self, unit: int) -> list[PackedMoment]:
         return [moment for shard in self._learning(unit) for moment in shard.packed.values()]
@@ -396,13 +392,10 @@ class Home:
 
     def part(self, name: str, box: Box, what: Literal["master", "grad"]) -> Tensor | None:
         """A view of a box of a master or gradient sum; None where it is not here, or not whole."""
-        for shard, shard_box, start in self._places.get(name, ()):
-            if box in shard_box:
+        for shard, placed in self._places.get(name, ()):
+            if box in placed.box:
                 flat = shard.master if what == "master" else shard.grad
-                if flat is None:
-                    return None
-                values = flat[start : start + shard_box.elements].view(shard_box.shape)
-                return values[box.within(shard_box)]
+                return None if flat is None else placed.values(flat)[box.within(placed.box)]
         return None
 
     def squared_norm(self) -> Tensor:
@@ -443,22 +436,6 @@ def fill(shard: Shard, source: Source) -> None:
         view.copy_(source(name, box))
 
 
-def fingerprint(home: Home, world: World) -> int | None:
-    """A number that tells other weights that are not trained from these, whatever the layout: the
-    sum of their bits, each weight's times a number made from its name.
-    None where all are trained. Collective."""
-    if not any(param.frozen for param in home.spec.params):
-        return None
-    total = torch.zeros((), dtype=torch.int64, device=world.device)
-    for shard in home.shards:
-        for name, _, view in (
-            shard.views(home.flat(shard, "master")) if shard.owned and shard.bucket.frozen else ()
-        ):
-            key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-            total += view.view(BITS[view.itemsize]).sum(dtype=torch.int64) * key
-    return int(world.everyone.all_reduce(total))
-
-
 def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
     """Norms of each NORM_RUN elements of a vector, and of what is left."""
     runs = len(x) // NORM_RUN
@@ -466,47 +443,3 @@ def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(
         x[runs * NORM_RUN :]
     ).view(1)
-
-
-def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
-    """Initial weights by box. A value depends on the seed, the weight and its position alone, never
-    on a layout: a weight is a grid of blocks, each a stream of its own of the counter-based
-    generator Philox, and a box takes its part of the blocks that it overlaps. Weights that end in
-    the residual stream are scaled by 1/sqrt(2 L) as in GPT-2,
-    those of adapters as `spec.adapters` says."""
-
-    def source(name: str, box: Box) -> Tensor:
-        param = spec.by_name[name]
-        if param.init in ("zeros", "ones"):
-            return torch.full(box.shape, float(param.init == "ones"), dtype=dtype)
-        key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
-        std = (3 * param.shape[1]) ** -0.5 if param.init == "fan_in" else spec.init_std
-        std /= (2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0
-        out = np.empty(box.shape, np.float32)
-        for number, block in _blocks(box, param.shape):
-            generator = np.random.Generator(np.random.Philox(key=key, counter=number << 128))
-            values = generator.standard_normal(block.shape, np.float32)
-            overlap = block & box
-            out[overlap.within(box)] = values[overlap.within(block)]
-        out *= np.float32(std)
-        return torch.from_numpy(out).to(dtype)
-
-    return source
-
-
-def _blocks(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-    """Blocks of a weight of this shape that a box overlaps, each with its number, row by row."""
-    if not box:
-        return
-    rows, columns = BLOCK if len(shape) > 1 else (BLOCK[0] * BLOCK[1], 1)
-    sizes = (rows, columns, *shape[2:])[: len(shape)]
-    grid = (
-        range(first // size, -(-last // size))
-        for first, last, size in zip(box.start, box.stop, sizes)
-    )
-    per_row = -(-shape[1] // columns) if len(shape) > 1 else 1
-    for place in product(*grid):
-        start = tuple(index * size for index, size in zip(place, sizes))
-        stop = tuple(min(first + size, end) for first, size, end in zip(start, sizes, shape))
-        number = place[0] * per_row + sum(place[1:])
-        yield number, Box(start, stop)

@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longshift.errors import CheckpointError, shown
+from longshift.layout.box import Box
 
 IDENTITY = "identity"
 TypeName = Literal["F32", "F64", "BF16", "F8_E4M3"]  # of safetensors
@@ -55,6 +57,18 @@ class Manifest(BaseModel):
     files: list[SavedFile]
 
 
+@dataclass(frozen=True)
+class SavedBox:
+    """Where the values of one box lie."""
+
+    path: Path
+    key: str
+    box: Box
+
+
+Index = dict[tuple[str, str], list[SavedBox]]  # by kind and weight
+
+
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
     """The manifest of a checkpoint, and its SHA-256. Raises CheckpointError where it is missing,
     damaged or of another program."""
@@ -87,6 +101,56 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
             f"{path} is malformed: {where} is {shown(first['input'])}:"
             f" {first['msg']}.{instead(folder)}"
         ) from None
+
+
+def index_boxes(folder: Path, manifest: Manifest) -> Index:
+    """Where every box lies; the boxes of a weight are disjoint."""
+    path = folder / "manifest.json"
+    index = Index()
+    cache: dict[str, Box] = {}  # by text: the kinds of a weight have the same boxes
+    for file in manifest.files:
+        for key in file.tensors:
+            kind, name, box = _parse_key(path, key, cache)
+            index.setdefault((kind, name), []).append(SavedBox(folder / file.name, key, box))
+    for (kind, name), entries in index.items():
+        shared = overlap([saved.box for saved in entries])
+        if shared:
+            first, second = shared
+            raise CheckpointError(
+                f"{path} is malformed: {kind} {name} is there twice, as {first} and"
+                f" {second}.{instead(folder)}"
+            )
+    return index
+
+
+def _parse_key(path: Path, key: str, cache: dict[str, Box]) -> tuple[str, str, Box]:
+    """Kind, weight and box of a key; `cache` remembers the boxes that were parsed."""
+    try:
+        kind, name, text = key.split("|")
+        if text in cache:
+            return kind, name, cache[text]
+        box = Box.parse(text)
+        if str(box) == text and box and min(box.start) >= 0:
+            cache[text] = box
+            return kind, name, box
+    except ValueError:
+        pass
+    raise CheckpointError(
+        f"{path} is malformed: {key!r} is not KIND|WEIGHT|BOX.{instead(path.parent)}"
+    )
+
+
+def overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share a value or differ in their number of dims, if any.
+    Sweeps along dim 0."""
+    candidates: list[Box] = []
+    for box in sorted(boxes):
+        candidates = [candidate for candidate in candidates if candidate.stop[0] > box.start[0]]
+        for candidate in candidates:
+            if len(candidate.shape) != len(box.shape) or candidate & box:
+                return candidate, box
+        candidates.append(box)
+    return None
 
 
 def new_identity() -> str:

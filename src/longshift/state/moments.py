@@ -32,9 +32,18 @@ from torch import Tensor
 from longshift.layout.blocks import BLOCK, rows_at_once, scales_of, widen_to_blocks
 from longshift.layout.box import Box
 from longshift.spec.formats import MomentFormat
-from longshift.state.block_codec import CODES, decode, in_blocks, in_rows, maxima_to_scales
+from longshift.state.block_codec import (
+    CODES,
+    block_maxima,
+    decode,
+    in_blocks,
+    in_rows,
+    maxima_to_scales,
+)
+from longshift.state.records import PlacedBox
 from longshift.state.resizable import ResizableStorage
 
+Read = Callable[[str, str, Box], Tensor]  # the values of a kind, weight and box
 DTYPES = {"bf16": torch.bfloat16, "float8": CODES}
 CUT_BITS = {"bf16": 16, "float8": 20}  # of a float32, that the format has not
 SMALLEST = 2.0**-9  # of e4m3
@@ -57,7 +66,7 @@ class PackedMoment:
 
     def __init__(
         self,
-        boxes: Sequence[Box],
+        boxes: Sequence[PlacedBox],
         format: MomentFormat,
         root: bool,
         wide: Tensor,
@@ -72,21 +81,16 @@ class PackedMoment:
         self.memory = ResizableStorage(wide)
         # Some rows at a time: column, moment, codes, scales.
         self._runs: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
-        start = first = 0
-        for box in filter(None, boxes):
-            blocks = scales_of(box)
-            rows = rows_at_once(box)
-            wide_runs = wide[start:][: box.elements].view(-1, box.shape[-1]).split(rows)
-            code_runs = codes[start:][: box.elements].view(-1, box.shape[-1]).split(rows)
-            if scales is None:
-                scale_runs = [None] * len(wide_runs)
-            else:
-                scale_runs = (
-                    scales[first:][: blocks.elements].view(-1, blocks.shape[-1]).split(rows)
-                )
-            self._runs += zip([box.start[-1]] * len(wide_runs), wide_runs, code_runs, scale_runs)
-            start += box.elements
-            first += blocks.elements
+        for placed in boxes:
+            if placed.box:
+                rows = rows_at_once(placed.box)
+                wide_runs = _rows(placed.values(wide)).split(rows)
+                code_runs = _rows(placed.values(codes)).split(rows)
+                scale_runs: Sequence[Tensor | None] = [None] * len(wide_runs)
+                if scales is not None:
+                    scale_runs = _rows(placed.scales(scales)).split(rows)
+                columns = [placed.box.start[-1]] * len(wide_runs)
+                self._runs += zip(columns, wide_runs, code_runs, scale_runs)
 
     def unpack(self) -> None:
         """Have the moment in the home format."""
@@ -111,11 +115,14 @@ class PackedMoment:
         self.memory.drop()
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.view(-1, x.shape[-1])
+
+
 def largest(x: Tensor, column: int, root: bool) -> Tensor:
     """The largest magnitude of each block, float32 [rows, blocks], of rows that begin in this
     column of the weight; of square roots where `root`. Infinite where one is not finite."""
-    blocks = in_blocks(x, column)
-    maxima = (blocks.sqrt_() if root else blocks.abs_()).amax(-1).float()
+    maxima = block_maxima(in_blocks(x.sqrt() if root else x, column, copy=False))
     return torch.where(maxima.isfinite(), maxima, torch.inf)
 
 
@@ -155,8 +162,9 @@ def decoded(
 
 
 def converted(
-    read: Callable[[str, Box], Tensor],
+    read: Read,
     kind: str,
+    name: str,
     box: Box,
     shape: tuple[int, ...],
     was: MomentFormat,
@@ -164,17 +172,20 @@ def converted(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Values, or codes and scales, of a box of a moment in one format, from what was saved in
-    another. `read`: a kind's saved values of a box; `shape`: of the weight. Scales are those of
-    whole blocks, whoever has the rest of them."""
+    another. `read`: the saved values of a kind, weight and box; `shape`: of the weight. Scales are
+    those of whole blocks, whoever has the rest of them."""
+    blocks = scales_of(box)
+    if was == now:
+        return read(kind, name, box), read(kind + SCALE, name, blocks) if was == "float8" else None
+
     # Blocks that the box has a part of are read, and coded, as a whole.
     wide_box = widen_to_blocks(box, shape)
-    blocks = scales_of(box)
     root = kind in ROOTS
     column = wide_box.start[-1]
-    values = read(kind, wide_box).view(-1, wide_box.shape[-1])
+    values = _rows(read(kind, name, wide_box))
 
     if was != "float32":
-        scales = read(kind + SCALE, blocks).view(-1, blocks.shape[-1]) if was == "float8" else None
+        scales = _rows(read(kind + SCALE, name, blocks)) if was == "float8" else None
         values = decoded(values, scales, column, root and was == "float8", dtype)
 
     scales = None

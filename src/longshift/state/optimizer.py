@@ -6,25 +6,23 @@ biases do not decay. The gradient norm is one number for the whole model: every 
 whatever the layout."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from itertools import product
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshift.layout.blocks import blocks_starting_in, scales_of
+from longshift.layout.blocks import blocks_starting_in
 from longshift.layout.box import Box
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
-from longshift.state.moments import SCALE, converted
+from longshift.state.moments import SCALE, Read, converted
 from longshift.state.records import in_memory
 from longshift.state.user_rule import RuleOptimizer, checked_rule, update_in_pieces
-
-Read = Callable[[str, str, Box], Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,12 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * factor
 
 
-@dataclass(frozen=True)
-class Part:
-    """Elements of a shard that decay alike, and views of its vectors there. `updates`: how many
-    AdamW has made of them, a scalar."""
+class Part(NamedTuple):
+    """Views of a shard's vectors, of the elements that decay alike."""
 
-    shard: Shard
-    place: slice
-    decay: float
     master: Tensor
+    grad: Tensor
     moments: Sequence[Tensor]
-    updates: Tensor
 
 
 class Optimizer:
@@ -76,22 +69,7 @@ class Optimizer:
         self.steps = 0
         self._lr = 0.0
         self._factor: float | None = None
-        self._left: set[int] = set()  # units that the last update has not reached
         self._early: set[int] = set()  # units that were updated before this step's norm was known
-        self._parts: list[Part] = []
-        for shard in home.learning:
-            for vector in shard.vectors.values():
-                vector.hold()
-            for moment in shard.packed.values():
-                moment.memory.hold()
-            for place, decay in _halves(shard, rule):
-                moments = [shard.moment(name)[place] for name in rule.moments]
-                updates = torch.tensor(0.0, device=shard.master.device)
-                self._parts.append(Part(shard, place, decay, shard.master[place], moments, updates))
-            for vector in shard.vectors.values():
-                vector.evict()
-            for moment in shard.packed.values():
-                moment.memory.drop()
 
     @property
     def _divides(self) -> bool:
@@ -112,11 +90,11 @@ class Optimizer:
             for shard in self._of(self._early):
                 shard.grad = None
                 shard.take_second_places()
-            self._begin(self._early)
             self._early = set()
         else:
             self.take_back()
-            self._begin()
+        if not self.home.by_unit:
+            self._update(self.home.learning)
 
     @property
     def unclipped(self) -> bool:
@@ -128,21 +106,10 @@ class Optimizer:
         self._factor = None
         self.take_back()
         self.home.drop_gradients()
-        self._begin()
 
     def take_back(self) -> None:
         """Let early updates not have been."""
-        shards = {id(shard) for shard in self._of(self._early)}
-        for part in self._parts:
-            if id(part.shard) in shards:
-                part.updates.sub_(1)
         self._early = set()
-
-    def _begin(self, updated: Collection[int] = ()) -> None:
-        if self.home.by_unit:
-            self._left = {shard.bucket.unit for shard in self.home.learning}.difference(updated)
-        else:
-            self._update(self.home.learning)
 
     def _of(self, units: Collection[int]) -> list[Shard]:
         return [shard for shard in self.home.learning if shard.bucket.unit in units]
@@ -161,7 +128,6 @@ class Optimizer:
         if self._factor is not None and self.home.packed != "float32":
             self.home.unpack(unit, self.steps)
         self._update(self._of({unit}))
-        self._left.remove(unit)
 
     def _update(self, shards: Sequence[Shard]) -> None:
         if self._factor is not None:
@@ -171,89 +137,71 @@ class Optimizer:
 
     def _apply(self, shards: Sequence[Shard], lr: float, factor: float, step: int) -> None:
         """The update of number `step`, from 1, with the gradients of some shards times `factor`."""
-        grads = {id(shard): shard.grad for shard in shards}
+        shards = [shard for shard in shards if shard.grad is not None]
         if factor != 1.0 and not self._divides:
-            for grad in grads.values():
-                if grad is not None:
-                    grad.mul_(factor)
+            for shard in shards:
+                shard.grad.mul_(factor)  # pyright: ignore[reportOptionalMemberAccess]
             factor = 1.0
         # A fused kernel takes tensors of one device and one weight decay.
-        groups: dict[tuple[float, torch.device], list[tuple[Part, Tensor]]] = {}
-        for part in self._parts:
-            grad = grads.get(id(part.shard))
-            if grad is not None:
-                key = (part.decay, part.master.device)
-                groups.setdefault(key, []).append((part, grad[part.place]))
-        for (decay, _), pairs in groups.items():
-            if self.rule.is_user_rule:
-                _own_update(self.rule, lr, decay, pairs, step)
-            else:
-                _fused(self.rule, lr, decay, pairs, factor)
+        groups: dict[tuple[float, torch.device], list[Part]] = {}
+        for shard in shards:
+            for decay, part in _parts(shard, self.rule):
+                groups.setdefault((decay, part.master.device), []).append(part)
+        for (decay, _), parts in groups.items():
+            if not self.rule.is_user_rule:
+                _fused(self.rule, lr, decay, parts, factor, step)
+                continue
+            user_rule = checked_rule(self.rule.name)
+            for part in parts:
+                moments = dict(zip(self.rule.moments, part.moments))
+                update_in_pieces(user_rule, part.master, part.grad, moments, step, lr, decay)
 
-    def resume(self, steps: int) -> None:
-        """Take `steps` as done: AdamW's bias correction depends on it."""
-        self.steps = steps
-        for part in self._parts:
-            part.updates.fill_(float(steps))
-
-    def state(self, changing: bool = False) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
+    def state(self) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
         """Every trained weight and box at home, whether this rank speaks for it, and its views of
         "master" and of each moment; packed ones are codes, and their scales, "MOMENT.scale", follow
-        with boxes of blocks. Of what is on disk they are copies that last; or, where it is for
-        `changing` them, they last until the next is asked for. Scales are of blocks that begin in
-        the shard's boxes; for `changing` them, of all that it has a part of."""
-        assert not self._left | self._early, (
-            f"units {sorted(self._left | self._early)} are not updated yet"
-        )
+        with boxes of the blocks that begin in the weight's box. Of what is on disk they are copies
+        that last."""
         for shard in self.home.learning:
-            flats = {kind: shard.vectors[kind].flat for kind in ("master", *self.home.saved)}
-            with in_memory([shard.vectors[kind] for kind in flats], changing):
-                if changing or not shard.on_disk:
-                    yield from _views(shard, flats, changing)
-                    continue
-                copies = {kind: flat.clone() for kind, flat in flats.items()}
-            yield from _views(shard, copies, changing)
+            kinds = ("master", *self.home.saved)
+            yield from _views(shard, {kind: self.home.flat(shard, kind) for kind in kinds})
 
-    def restore(self, read: Read, was: MomentFormat) -> None:
-        """Take the moments of a checkpoint that keeps them in this format; masters are there.
-        `read`: values of a kind, weight and box."""
-        for name, box, _, views in self.state(changing=True):
-            for kind in self.home.moments if box else ():
-                if was == self.home.packed:
-                    values = read(kind, name, box)
-                    scales = read(kind + SCALE, name, scales_of(box)) if was == "float8" else None
-                else:
+    def restore(self, read: Read, was: MomentFormat, steps: int) -> None:
+        """Take the moments of a checkpoint that keeps them in this format, and its steps as done;
+        masters are there."""
+        self.steps = steps
+        for shard in self.home.learning:
+            vectors = {kind: shard.vectors[kind] for kind in self.home.saved}
+            with in_memory(list(vectors.values()), changed=True):
+                for placed, kind in product(shard.boxes, self.home.moments):
+                    if not placed.box:
+                        continue
                     values, scales = converted(
-                        read=partial(_of_weight, read, name),
+                        read=read,
                         kind=kind,
-                        box=box,
-                        shape=self.home.spec.by_name[name].shape,
+                        name=placed.name,
+                        box=placed.box,
+                        shape=self.home.spec.by_name[placed.name].shape,
                         was=was,
                         now=self.home.packed,
-                        dtype=self.home.shards[0].master.dtype,
+                        dtype=shard.master.dtype,
                     )
-                views[kind].copy_(values)
-                if scales is not None:
-                    views[kind + SCALE].copy_(scales)
-
-
-def _of_weight(read: Read, name: str, kind: str, box: Box) -> Tensor:
-    return read(kind, name, box)
+                    placed.values(vectors[kind].flat).copy_(values)
+                    if scales is not None:
+                        placed.scales(vectors[kind + SCALE].flat).copy_(scales)
 
 
 def _fused(
-    rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], factor: float
+    rule: Rule, lr: float, decay: float, parts: Sequence[Part], factor: float, step: int
 ) -> None:
     """Update parts of one device that decay alike by their gradients times `factor`. These are the
     kernels of torch.optim, which imports torch's compiler: 1.3 s."""
-    masters = [part.master for part, _ in pairs]
-    grads = [grad for _, grad in pairs]
-    moments = [list(column) for column in zip(*(part.moments for part, _ in pairs))]
+    masters = [part.master for part in parts]
+    grads = [part.grad for part in parts]
+    moments = [list(column) for column in zip(*(part.moments for part in parts))]
+    device = masters[0].device
     # The kernels divide gradients by this number.
     divisor = (
-        None
-        if factor == 1.0
-        else torch.tensor(1.0 / factor, dtype=torch.float32, device=masters[0].device)
+        None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
     )
     if rule.name == "sgd":
         [momenta] = moments or [[]]
@@ -272,15 +220,13 @@ def _fused(
         )
     else:
         [first, second] = moments
-        updates = [part.updates for part, _ in pairs]
-        torch._foreach_add_(updates, 1)
         torch._fused_adamw_(
             masters,
             grads,
             first,
             second,
             [],  # largest second moments, of AMSGrad
-            updates,
+            [torch.full((), float(step), device=device)] * len(parts),
             lr=lr,
             weight_decay=decay,
             beta1=rule.betas[0],
@@ -290,16 +236,6 @@ def _fused(
             maximize=False,
             grad_scale=divisor,
         )
-
-
-def _own_update(
-    rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], step: int
-) -> None:
-    """Update parts that decay alike by a rule of the user's own."""
-    own_rule = checked_rule(rule.name)
-    for part, grad in pairs:
-        moments = dict(zip(rule.moments, part.moments))
-        update_in_pieces(own_rule, part.master, grad, moments, step, lr, decay)
 
 
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
@@ -330,40 +266,31 @@ def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> 
     ]
 
 
-def _halves(shard: Shard, rule: Rule) -> list[tuple[slice, float]]:
-    """The elements that decay, and those that do not, as far as there are any, with their weight
-    decay."""
-    halves = [
-        (slice(0, shard.decaying), rule.weight_decay),
-        (slice(shard.decaying, shard.master.numel()), 0.0),
-    ]
-    return [(place, decay) for place, decay in halves if place.stop > place.start]
+def _parts(shard: Shard, rule: Rule) -> Iterator[tuple[float, Part]]:
+    """The elements of a shard that decay, and those that do not, as far as there are any, after
+    their weight decay."""
+    assert shard.grad is not None
+    halves = (
+        (rule.weight_decay, slice(0, shard.decaying)),
+        (0.0, slice(shard.decaying, shard.master.numel())),
+    )
+    for decay, place in halves:
+        if place.stop > place.start:
+            moments = [shard.moment(name)[place] for name in rule.moments]
+            yield decay, Part(shard.master[place], shard.grad[place], moments)
 
 
 def _views(
-    shard: Shard, flats: Mapping[str, Tensor], changing: bool
+    shard: Shard, flats: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-    """Of every box its views of these vectors; those of scales together with them where `changing`,
-    else with a box of their own."""
-    start = first = 0
-    for name, box in shard.boxes:
-        blocks = scales_of(box)
-        views = {}
-        scales = {}
-        for kind, flat in flats.items():
-            if kind.endswith(SCALE):
-                scales[kind] = flat[first:][: blocks.elements].view(blocks.shape)
-            else:
-                views[kind] = flat[start:][: box.elements].view(box.shape)
-        yield name, box, shard.owned, views | (scales if changing else {})
-        if scales and not changing:
+    """Of every box its views of these vectors; those of scales with a box of their own."""
+    scale_kinds = [kind for kind in flats if kind.endswith(SCALE)]
+    for placed in shard.boxes:
+        views = {kind: placed.values(flats[kind]) for kind in flats if kind not in scale_kinds}
+        yield placed.name, placed.box, shard.owned, views
+        if scale_kinds:
             # Two shards may have parts of a block: the one where it begins speaks for it.
-            begun = blocks_starting_in(box)
-            yield (
-                name,
-                begun,
-                shard.owned,
-                {kind: view[begun.within(blocks)] for kind, view in scales.items()},
-            )
-        start += box.elements
-        first += blocks.elements
+            begun = blocks_starting_in(placed.box)
+            place = begun.within(placed.blocks)
+            scales = {kind: placed.scales(flats[kind])[place] for kind in scale_kinds}
+            yield placed.name, begun, shard.owned, scales

@@ -20,7 +20,7 @@ moments have two places each where the disk has room ([Note: early updates] in `
 import ctypes
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +32,44 @@ from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
 from longshift.files import NO_ROOM
+from longshift.layout.blocks import scales_of
+from longshift.layout.box import Box
 from longshift.state.resizable import ResizableStorage
 from longshift.stream.disk_file import ALIGN, THREADS, BytesMoved, DiskFile, whole_pages
 
 PIECE = 8 << 20  # bytes that a thread reads or writes at one time
+
+
+@dataclass(frozen=True)
+class PlacedBox:
+    """A box of weight `name`, and where it lies in the vectors of a shard: its elements from
+    `start` on, the scales of its `blocks` from `first_scale` on."""
+
+    name: str
+    box: Box
+    start: int
+    blocks: Box
+    first_scale: int
+
+    def values(self, flat: Tensor) -> Tensor:
+        """The box in a vector of elements, as a view."""
+        return flat[self.start :][: self.box.elements].view(self.box.shape)
+
+    def scales(self, flat: Tensor) -> Tensor:
+        """Its blocks in a vector of scales, as a view."""
+        return flat[self.first_scale :][: self.blocks.elements].view(self.blocks.shape)
+
+
+def place_boxes(boxes: Iterable[tuple[str, Box]]) -> tuple[PlacedBox, ...]:
+    """Boxes of weights, one after another."""
+    placed = []
+    start = first_scale = 0
+    for name, box in boxes:
+        blocks = scales_of(box)
+        placed.append(PlacedBox(name, box, start, blocks, first_scale))
+        start += box.elements
+        first_scale += blocks.elements
+    return tuple(placed)
 
 
 class Vector:

@@ -11,7 +11,7 @@ the end of the run. So collectives of a checkpoint never cross those of a step, 
 write ends the run with the error that it would end with at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ from longshift.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from longshift.layout.box import Box
 from longshift.state.checkpoint import UnfinishedCheckpoint, save
 from longshift.state.optimizer import Optimizer
-from longshift.stream.tiers import Arena
+from longshift.stream.gpu_tiers import Arena
 
 
 class StateCopy:
@@ -38,10 +38,9 @@ class StateCopy:
         # Without storage: on disk, only one shard is in memory at a time.
         views: dict[tuple[str, Box, str], Tensor] = {}
         on_gpu = False
-        for name, box, owned, kinds in optimizer.state():
-            for kind, view in kinds.items() if owned and box else ():
-                views[name, box, kind] = torch.empty_like(view, device="meta")
-                on_gpu = on_gpu or view.device.type == "cuda"
+        for name, box, kind, view in self._saved():
+            views[name, box, kind] = torch.empty_like(view, device="meta")
+            on_gpu = on_gpu or view.device.type == "cuda"
         self.nbytes = sum(view.nbytes for view in views.values())
         self._arena = Arena(self.nbytes) if on_gpu else None
         rest = self._arena.bytes if self._arena else torch.empty(self.nbytes, dtype=torch.uint8)
@@ -51,16 +50,18 @@ class StateCopy:
             part, rest = rest.split((view.nbytes, len(rest) - view.nbytes))
             self._copies[key] = part.view(view.dtype).view(view.shape)
 
+    def _saved(self) -> Iterator[tuple[str, Box, str, Tensor]]:
+        """Weight, box, kind and view of what this rank saves."""
+        for name, box, owned, kinds in self._optimizer.state():
+            for kind, view in kinds.items() if owned and box else ():
+                yield name, box, kind, view
+
     def filled(self) -> list[tuple[str, Box, bool, dict[str, Tensor]]]:
         """The state as it is now, like `Optimizer.state`, of what this rank saves."""
         entries = []
-        for name, box, owned, kinds in self._optimizer.state():
-            if owned and box:
-                copies = {
-                    kind: self._copies[name, box, kind].copy_(view, non_blocking=True)
-                    for kind, view in kinds.items()
-                }
-                entries.append((name, box, owned, copies))
+        for name, box, kind, view in self._saved():
+            copy = self._copies[name, box, kind].copy_(view, non_blocking=True)
+            entries.append((name, box, True, {kind: copy}))
         if self._arena:
             torch.cuda.synchronize()
         return entries

@@ -14,8 +14,9 @@ rank stays in a buffer of its bucket. Bytes out of a rank, and its two fused buf
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +27,46 @@ from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.state.home import Shard
 from longshift.state.resizable import ResizableStorage, Tensors
-from longshift.state.views import Views
 from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
 
 # A view of a box of a weight; None where this rank does not have it.
 Part = Callable[[str, Box], Tensor | None]
+
+
+class _InSum(NamedTuple):
+    """A view of the gradient sum of a shard, which begins its storage."""
+
+    shard: Shard
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def now(self) -> Tensor:
+        assert self.shard.grad is not None
+        return self.shard.grad.as_strided(self.size, self.stride, self.offset)
+
+
+class Views:
+    """Views of tensors that last, and of the gradient sums of `renewed`, which are other tensors in
+    every step: made once, and good for every step. Immutable."""
+
+    def __init__(self, views: Iterable[Tensor], renewed: Iterable[Shard]):
+        """Take `views` while the gradient sums are there."""
+        sums = [(shard, shard.grad) for shard in renewed if shard.grad is not None]
+        owners = {grad.untyped_storage().data_ptr(): shard for shard, grad in sums}
+        self._views: list[Tensor | _InSum] = []
+        for view in views:
+            shard = owners.get(view.untyped_storage().data_ptr())
+            if shard is None:
+                self._views.append(view)
+            else:
+                offset = int(view.storage_offset())
+                self._views.append(_InSum(shard, view.shape, view.stride(), offset))
+
+    def now(self) -> list[Tensor]:
+        """The views, of the gradient sums that are there now."""
+        return [view.now() if isinstance(view, _InSum) else view for view in self._views]
 
 
 @dataclass(frozen=True)
@@ -51,8 +86,8 @@ class Exchange:
 
 
 class Transfer:
-    """This rank's part of `plan`, to be played again and again: `begin`, then `post` and `take_in`
-    each exchange in turn. `held` and `wanted` are asked when an exchange is posted for the first
+    """This rank's part of `plan`, to be played again and again: `post` and `take_in` each exchange
+    in turn. `held` and `wanted` are asked when an exchange is posted for the first
     time: what they give lasts, though its storage need not,
     besides the gradient sums of `renewed`. Mutable.
 
@@ -82,21 +117,19 @@ class Transfer:
         self.arriving: tuple[Pending, Exchange] | None = None
         # By bucket, what this rank only passes on.
         self.passing: dict[int, Tensors[tuple[str, Box]]] = {}
-        self.fused: ResizableStorage | None = None
+        buffer = torch.empty(self._max_elements(), dtype=dtype, device=world.device)
+        self.fused = ResizableStorage(buffer)
+        self.fused.drop()
         self.exposed_s = 0.0
         self.under_way_s = 0.0
         self._posted_s = 0.0
         _agree(plan, world)
 
-    def begin(self) -> "Transfer":
-        """Reset the transfer's times and return it."""
-        self.exposed_s = 0.0
-        self.under_way_s = 0.0
-        return self
-
     def post(self, number: int) -> None:
         """Start an exchange; the one before has been taken in."""
         begin_s = time.perf_counter()
+        if number == 0:
+            self.exposed_s = self.under_way_s = 0.0
         self._post(number)
         self._posted_s = time.perf_counter()
         self.exposed_s += self._posted_s - begin_s
@@ -112,7 +145,7 @@ class Transfer:
             # Peer by peer: two may add to the same target.
             for coming, receives in exchange.receives:
                 self._put(receives.now(), coming)
-        if number == self.plan.exchanges - 1 and self.fused is not None:
+        if number == self.plan.exchanges - 1:
             self.fused.drop()
         self.exposed_s += time.perf_counter() - begin_s
 
@@ -138,12 +171,7 @@ class Transfer:
     def _make_room(self, number: int) -> None:
         """Have storage for what only passes through, and for the fused buffer. All exchanges share
         that: memory is slow when it is touched for the first time."""
-        if self.fused is None:
-            self.fused = ResizableStorage(
-                torch.empty(self._max_elements(), dtype=self.dtype, device=self.device)
-            )
-        elif number == 0:
-            self.fused.hold()
+        self.fused.hold()
         if number in self.passing:
             self.passing[number].hold()
 
@@ -180,7 +208,6 @@ class Transfer:
                     receives[move.source].append(self._target(move, bucket, index))
 
         # 2. Give each a part of the fused buffer.
-        assert self.fused is not None
         out_sizes = [sum(t.numel() for t in row) for row in sends]
         in_sizes = [sum(t.numel() for t in row) for row in receives]
         num_out = sum(out_sizes)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.box import Box
-from longshift.layout.placement import moving_unit
 from longshift.spec.model import ModelSpec
 from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.home import Home
@@ -35,6 +34,7 @@ class PlannedCopies(Copies):
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
         self.sums: dict[int, Tensors[str]] = {}
+        self._totals: dict[str, Tensor] = {}
         super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
@@ -44,6 +44,7 @@ class PlannedCopies(Copies):
             if weight.requires_grad
         }
         self.sums[unit] = Tensors(shapes, self.sum_format, self.world.device)
+        self._totals |= self.sums[unit].views
         self.sums[unit].drop()
 
     def gather(self, unit: int) -> None:
@@ -57,15 +58,11 @@ class PlannedCopies(Copies):
         return first
 
     def sum_of(self, unit: int, name: str) -> list[tuple[Tensor, tuple[slice, ...]]]:
-        view = self.sums[unit].views[name]
+        view = self._totals[name]
         return [(view.unsqueeze(0), (slice(None),) * view.dim())]
 
     def total(self, name: str, box: Box) -> Tensor | None:
-        place = self.place(name, box)
-        if place is None:
-            return None
-        unit = moving_unit(self.spec, self.spec.by_name[name])
-        return self.sums[unit].views[name][place]
+        return self.box_of(self._totals, name, box)
 
     def forget_totals(self) -> None:
         for sums in self.sums.values():
@@ -156,7 +153,7 @@ class Switches:
             self._transfers[key] = Transfer(
                 plan, self.world, group, held, target.part, self.precision.compute
             )
-        return self._transfers[key].begin()
+        return self._transfers[key]
 
     def total(self, unit: int) -> None:
         """Make home's gradient sums of a unit, of all where it is -1, where there are none; the
@@ -180,4 +177,4 @@ class Switches:
                 dtype=self.precision.home,
                 renewed=(*self.home.learning, *source.renewed),
             )
-        return self._transfers[key].begin()
+        return self._transfers[key]

@@ -37,11 +37,12 @@ from longshift.step.chunk_runner import ChunkedPacks
 from longshift.step.compose import prepare
 from longshift.step.operation_player import OperationPlayer
 from longshift.step.runner import Runner, WholePacks
-from longshift.stream.tiers import BytesMoved, tier_of
+from longshift.stream.gpu_tiers import tier_of
+from longshift.stream.tiers import BytesMoved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, assumed
-from longshift.switch.options import SwitchOptions
+from longshift.switch.planners import SwitchOptions
 from longshift.workload.groups import Edge, LengthGroup, length_groups
 
 

@@ -34,7 +34,7 @@ class State:
     clip: float | None
     scale: LossScale | None = None
     cursor: int = 0
-    base: int | None = None  # of `state.home.fingerprint`
+    base: int | None = None  # of `state.initial_weights.fingerprint`
 
 
 @dataclass(frozen=True)

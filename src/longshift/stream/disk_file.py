@@ -6,6 +6,7 @@ the step computes."""
 
 import os
 import tempfile
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,6 +40,29 @@ class BytesMoved:
         self.put_bytes = self.fetched_bytes = 0
         self.waited_s = self.copying_s = 0.0
         self.peak_bytes = self.held_bytes
+
+
+class CopyClock:
+    """`with` it, in any number of threads: adds to `copying_s` the time for which at least one is
+    inside. Mutable."""
+
+    def __init__(self, moved: BytesMoved):
+        self.moved = moved
+        self.num_inside = 0
+        self.begin_s = 0.0
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.num_inside:
+                self.begin_s = time.perf_counter()
+            self.num_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.num_inside -= 1
+            if not self.num_inside:
+                self.moved.copying_s += time.perf_counter() - self.begin_s
 
 
 class DiskFile:

@@ -16,9 +16,6 @@ they were computed. A fetch fills memory whose last reader must have ended: what
 (on the CPU that has ended when it is recycled), and a put that still takes it out.
 """
 
-import mmap
-import threading
-import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,49 +24,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
-from longshift.stream.disk_file import BytesMoved, DiskFile, whole_pages
+from longshift.stream.disk_file import BytesMoved, CopyClock, DiskFile, whole_pages
 
+CPU = torch.device("cpu")
 Key = Hashable
 Tensors = tuple[Tensor, ...]
 
-# Puts that keep what they send, and the bytes that these may have together, but for one alone.
-WRITES = 2  # of a disk tier
+# Puts of a disk tier that are under way, and the bytes that these may have together.
+WRITES = 2
 IN_FLIGHT_BYTES = 256 << 20
-UNDER_WAY = 4  # of a GPU's host tier
-UNDER_WAY_BYTES = 512 << 20
-# Pinned pieces that a GPU's disk tier copies through.
-BOUNCES = 4
-BOUNCE_BYTES = 8 << 20
-
-
-class _Clock:
-    """`with` it, in any number of threads: adds to `copying_s` the time for which at least one is
-    inside. Mutable."""
-
-    def __init__(self, moved: BytesMoved):
-        self.moved = moved
-        self.num_inside = 0
-        self.begin_s = 0.0
-        self.lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.num_inside:
-                self.begin_s = time.perf_counter()
-            self.num_inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.num_inside -= 1
-            if not self.num_inside:
-                self.moved.copying_s += time.perf_counter() - self.begin_s
 
 
 class Tier(ABC):
@@ -107,7 +76,7 @@ class DeviceTier(Tier):
         if key in self.objects:
             self.drop(key)
         self.objects[key] = tensors
-        self.moved.hold(_bytes(tensors))
+        self.moved.hold(size_of(tensors))
 
     def fetch(self, key: Key) -> Callable[[], Tensors]:
         tensors = self.objects[key]
@@ -117,7 +86,7 @@ class DeviceTier(Tier):
         """They are still the object's."""
 
     def drop(self, key: Key) -> None:
-        self.moved.hold(-_bytes(self.objects.pop(key)))
+        self.moved.hold(-size_of(self.objects.pop(key)))
 
     def close(self) -> None:
         self.objects.clear()
@@ -136,14 +105,21 @@ class StoredObject:
 
 class CopyTier(Tier):
     """Objects are copied to another memory and back: a subclass says how. That of a GPU has a
-    stream out and a stream back."""
+    stream out and a stream back. `keeps_sent`: whether tensors that are sent stay as long as their
+    puts count as under way."""
 
+    keeps_sent = False
     out: Any = None
     back: Any = None
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, max_puts: int, max_put_bytes: int):
+        """`max_puts`, `max_put_bytes`: of puts that are under way, but for one alone."""
         super().__init__()
         self.device = device
+        self.max_puts = max_puts
+        self.max_put_bytes = max_put_bytes
+        # What ends each, its bytes, and the tensors that it keeps.
+        self.under_way: deque[tuple[Any, int, Tensors]] = deque()
         self.leaving: dict[int, Any] = {}  # by address, what the last copy out ends with
         # With what must end before they are filled.
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
@@ -157,15 +133,23 @@ class CopyTier(Tier):
             self.drop(key)
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        size = _bytes(tensors)
+        size = size_of(tensors)
+        while self.under_way and not self._has_room(size):
+            self.wait_sent(self.under_way.popleft()[0])
         if self.out is not None:
             self.out.wait_stream(torch.cuda.current_stream(self.device))
         place, copy_end = self.send(tensors, size)
         if copy_end is not None:
+            self.under_way.append((copy_end, size, tensors if self.keeps_sent else ()))
             self.leaving |= {tensor.data_ptr(): copy_end for tensor in tensors}
         self.objects[key] = StoredObject(size, shapes, place, copy_end)
         self.moved.put_bytes += size
         self.moved.hold(size)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether another put may be under way."""
+        put_bytes = sum(put_size for _, put_size, _ in self.under_way)
+        return len(self.under_way) < self.max_puts and size + put_bytes <= self.max_put_bytes
 
     def fetch(self, key: Key) -> Callable[[], Tensors]:
         stored = self.objects[key]
@@ -208,6 +192,10 @@ class CopyTier(Tier):
         """Start to take contiguous tensors. Returns `place` and `left` of `StoredObject`."""
 
     @abstractmethod
+    def wait_sent(self, copy: Any) -> None:
+        """Have the host wait for the end of a copy out."""
+
+    @abstractmethod
     def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
         """Start to copy an object into tensors of `memory`. Returns what waits for them."""
 
@@ -223,37 +211,27 @@ class CopyTier(Tier):
 class DiskTier(CopyTier):
     """A private file in `folder`.
 
-    At most WRITES objects, of at most `in_flight_bytes` (and always one), are on their way out, and
-    their tensors are kept until the next that is too many, however fast the disk: memory is the
+    Tensors of puts are kept until the next that is too many, however fast the disk: memory is the
     same in every run. `checked`: each object's CRC is kept and compared. Raises OutOfMemoryError
     where the disk is full, LongshiftError for what comes back changed or cannot be read.
     """
 
-    def __init__(self, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
-        super().__init__(torch.device("cpu"))
-        self.in_flight_bytes = in_flight_bytes
+    keeps_sent = True
+
+    def __init__(self, folder: Path, checked: bool = False, device: torch.device = CPU):
+        super().__init__(device, WRITES, IN_FLIGHT_BYTES)
         self.checked = checked
         self.file = DiskFile(folder, "offload", self.moved)
-        self.copying = _Clock(self.moved)
+        self.copying = CopyClock(self.moved)
         self.end = 0
         self.holes: dict[int, list[int]] = {}  # starts of free extents, by size
-        self.writing: deque[tuple[Future, int, Tensors]] = deque()
 
     def send(self, tensors: Tensors, size: int) -> tuple[int, Future]:
-        while self._is_too_much(size):
-            self.file.wait(self.writing.popleft()[0])
         start = self._extent(size)
-        copy = self._start(self.file.writers, partial(self._write, start, [*tensors]))
-        self.writing.append((copy, size, tensors))
-        return start, copy
+        return start, self._start(self.file.writers, partial(self._write, start, [*tensors]))
 
-    def _is_too_much(self, size: int) -> bool:
-        """Whether `size` bytes have to wait for puts that are on their way out;
-        one alone never has to."""
-        if not self.writing:
-            return False
-        in_flight_bytes = sum(written_bytes for _, written_bytes, _ in self.writing)
-        return len(self.writing) >= WRITES or size + in_flight_bytes > self.in_flight_bytes
+    def wait_sent(self, copy: Future) -> None:
+        self.file.wait(copy)
 
     def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
         tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
@@ -274,7 +252,7 @@ class DiskTier(CopyTier):
         if not self.objects:
             self.end = 0
             self.holes = {}
-            self.writing.clear()
+            self.under_way.clear()
 
     def close(self) -> None:
         self.file.close()
@@ -336,216 +314,17 @@ class DiskTier(CopyTier):
 
     def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
         """In a thread: the bytes of a tensor, piece by piece."""
-        yield _bytes_of(tensor)
+        yield bytes_of(tensor)
 
     def _bytes_in(self, tensor: Tensor) -> Iterator[memoryview]:
         """In a thread: where the bytes of a tensor are to be put, piece by piece; it has a piece
         when the next is asked for."""
-        yield _bytes_of(tensor)
+        yield bytes_of(tensor)
 
 
-class Arena:
-    """Host memory of exactly `size` bytes, pinned for CUDA until `release`: torch's own allocator
-    rounds up to powers of two. No other has a part of its pages, which may not be pinned twice."""
-
-    def __init__(self, size: int):
-        self.bytes = _pages(size).fill_(1)  # they are there
-        self._runtime: Any = torch.cuda.cudart()
-        self._pinned = int(self._runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
-        if not self._pinned:
-            raise OutOfMemoryError(f"CUDA did not register {size} bytes of host memory")
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of this shape and format, from the first byte on."""
-        return self.bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    def release(self) -> None:
-        if self._pinned:
-            self._runtime.cudaHostUnregister(self.bytes.data_ptr())
-            self._pinned = False
-
-    __del__ = release
-
-
-class HostTier(CopyTier):
-    """Pinned host memory of a CUDA device; a stream for each direction. The host waits for it to
-    give back memory, and [Note: pace].
-
-    [Note: arenas] An object has an arena of its size, taken over from a dropped one: a put comes
-    after whatever has waited for a fetch. Packs of other lengths have other sizes, so dropped ones
-    are given back before more is pinned than was ever held.
-
-    [Note: pace] What a put sends is free for others when its copy is done, and what the host asks
-    for meanwhile is new memory. So it is no more than UNDER_WAY puts ahead of the device, or
-    UNDER_WAY_BYTES (and always one), which has work for as long.
-    """
-
-    timed = False
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.make_streams()
-        # Arenas that were dropped, each with the event after its last use; by size, in order.
-        self.arenas: dict[int, list[tuple[Arena, Any]]] = {}
-        # Bytes in whole pages: of objects, the most ever, of all arenas.
-        self.held_room = self.most_room = self.pinned_room = 0
-        self.under_way: deque[tuple[Any, int]] = deque()
-
-    def send(self, tensors: Tensors, size: int) -> tuple[Arena, Any]:
-        arena = self._arena(whole_pages(size))
-        with torch.cuda.stream(self.out):
-            for tensor, place in zip(tensors, _slices(arena.bytes, tensors)):
-                place.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
-                tensor.record_stream(self.out)
-            copy_end = self.out.record_event()
-        self._pace(copy_end, size)
-        return arena, copy_end
-
-    def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
-        with torch.cuda.stream(self.back):
-            self.back.wait_event(stored.left)
-            tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
-            for tensor, place in zip(tensors, _slices(stored.place.bytes, tensors)):
-                tensor.view(-1).view(torch.uint8).copy_(place, non_blocking=True)
-            arrived = self.back.record_event()
-
-        def wait() -> Tensors:
-            torch.cuda.current_stream(self.device).wait_event(arrived)
-            return tensors
-
-        return wait
-
-    def fill_after(self, copy: Any) -> None:
-        self.back.wait_event(copy)
-
-    def forget(self, stored: StoredObject) -> None:
-        room = whole_pages(stored.size)
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
-        dropped = self.arenas[room] = self.arenas.pop(room, [])
-        dropped.append((stored.place, self.out.record_event()))
-        self.held_room -= room
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self._release(self.pinned_room)
-
-    def _pace(self, copy_end: Any, size: int) -> None:
-        """Wait for the device, which is too many puts behind. [Note: pace]"""
-        self.under_way.append((copy_end, size))
-        while len(self.under_way) > 1:
-            under_way_bytes = sum(put_bytes for _, put_bytes in self.under_way)
-            if len(self.under_way) <= UNDER_WAY and under_way_bytes <= UNDER_WAY_BYTES:
-                break
-            oldest_end, _ = self.under_way.popleft()
-            oldest_end.synchronize()
-
-    def _arena(self, room: int) -> Arena:
-        """Pinned memory of a dropped object of this size, else new. [Note: arenas]"""
-        self.held_room += room
-        self.most_room = max(self.most_room, self.held_room)
-        if self.arenas.get(room):
-            return self.arenas[room].pop()[0]
-        self._release(self.pinned_room + room - self.most_room)
-        self.pinned_room += room
-        return Arena(room)
-
-    def _release(self, count: int) -> None:
-        """Give back at least `count` bytes of dropped arenas, as far as there are any."""
-        for room, dropped in self.arenas.items():
-            while dropped and count > 0:
-                arena, last_use = dropped.pop(0)
-                last_use.synchronize()
-                arena.release()
-                self.pinned_room -= room
-                count -= room
-
-
-class BouncedTier(DiskTier):
-    """Disk of a CUDA device. Threads copy piece by piece through pinned memory, on a stream each
-    way, and wait for each copy: what is written has left the device, and what is read is on it."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        folder: Path,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
-        checked: bool = False,
-    ):
-        super().__init__(folder, in_flight_bytes, checked)
-        self.device = device
-        self.make_streams()
-        self.slots = SimpleQueue[Arena]()
-        for _ in range(BOUNCES):
-            self.slots.put(Arena(BOUNCE_BYTES))
-
-    def memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        with torch.cuda.stream(self.back):
-            return super().memory(shape, dtype)
-
-    def fill_after(self, copy: Any) -> None:
-        if isinstance(copy, Future):
-            super().fill_after(copy)
-        else:
-            self.back.wait_event(copy)
-
-    def close(self) -> None:
-        super().close()
-        while not self.slots.empty():
-            self.slots.get().release()
-
-    def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
-        for piece, slot in self._bounced(tensor):
-            with torch.cuda.stream(self.out):
-                slot.copy_(piece, non_blocking=True)
-                copy_end = self.out.record_event()
-            copy_end.synchronize()
-            yield _bytes_of(slot)
-
-    def _bytes_in(self, tensor: Tensor) -> Iterator[memoryview]:
-        for piece, slot in self._bounced(tensor):
-            yield _bytes_of(slot)
-            with torch.cuda.stream(self.back):
-                piece.copy_(slot, non_blocking=True)
-                arrived = self.back.record_event()
-            arrived.synchronize()
-
-    def _bounced(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of a tensor as bytes, each with as much pinned memory."""
-        arena = self.slots.get()
-        try:
-            for piece in tensor.view(-1).view(torch.uint8).split(BOUNCE_BYTES):
-                yield piece, arena.bytes[: len(piece)]
-        finally:
-            self.slots.put(arena)
-
-
-def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> Tier:
-    """The memory that a layout names. On a CPU the device is host memory, so that `host` moves
-    nothing. Raises LongshiftError."""
-    if offload == "device" or (offload == "host" and device.type == "cpu"):
-        return DeviceTier()
-    if offload == "host":
-        return HostTier(device)
-    return (
-        DiskTier(folder, checked=checked)
-        if device.type == "cpu"
-        else BouncedTier(device, folder, checked=checked)
-    )
-
-
-def _pages(size: int) -> Tensor:
-    """uint8 [size], from the begin of a page on."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
+def size_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore
-
-
-def _slices(memory: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Pieces of `memory`, bytes, one after another, as large as the tensors."""
-    return memory[: _bytes(tensors)].split([tensor.nbytes for tensor in tensors])

@@ -19,8 +19,8 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
-from longshift.switch.options import Planner, SwitchOptions
 from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.planners import Planner, SwitchOptions
 from longshift.switch.spread import (
     BoxesByWeight,
     Side,
@@ -88,25 +88,18 @@ class Itinerary:
         self.cuts = cuts(spec, edges, self.home)
         self._weight_bytes = weight_bytes
         self._sum_bytes = sum_bytes
-        self._weights: dict[tuple[Cut | None, Cut], Plan] = {}
-        self._sums: dict[Cut, Plan] = {}
+        self._plans: dict[tuple[Cut | None, Cut, bool], Plan] = {}
         self._hops: dict[tuple[Cut | None, Cut], float] = {}
         self._orders: dict[tuple[Layout, ...], tuple[int, ...]] = {}
 
     def weights(self, source: Cut | None, target: Cut) -> Plan:
         """The plan of the weights of `target`, from home and, where given,
         from what `source` holds."""
-        if (source, target) not in self._weights:
-            self._weights[source, target] = self._plan(
-                source, target, self._weight_bytes, sums=False
-            )
-        return self._weights[source, target]
+        return self._plan(source, target, sums=False)
 
     def sums(self, source: Cut) -> Plan:
         """The plan of the gradient sums of `source`, to home."""
-        if source not in self._sums:
-            self._sums[source] = self._plan(None, source, self._sum_bytes, sums=True)
-        return self._sums[source]
+        return self._plan(None, source, sums=True)
 
     def source(self, layout: Layout) -> Cut | None:
         """What a switch can take from besides home when `layout` has computed: at home, ZeRO-3 has
@@ -152,19 +145,23 @@ class Itinerary:
             self._hops[source, target] = seconds
         return self._hops[source, target]
 
-    def _plan(self, source: Cut | None, target: Cut, itemsize: int, sums: bool) -> Plan:
-        # The plainest layouts that place alike are the keys, so that more calls meet in the cache.
-        return _plan(
-            spec=self.spec,
-            home=(plainest(self.home), "rows"),
-            source=source and (plainest(source.layout), source.side),
-            target=(plainest(target.layout), target.side),
-            links=self.links,
-            itemsize=itemsize,
-            planner=self.options.planner,
-            bucket_bytes=self.options.bucket_bytes,
-            sums=sums,
-        )
+    def _plan(self, source: Cut | None, target: Cut, sums: bool) -> Plan:
+        key = source, target, sums
+        if key not in self._plans:
+            # The plainest layouts that place alike are the keys, so that more calls meet in the
+            # cache.
+            self._plans[key] = _plan(
+                spec=self.spec,
+                home=(plainest(self.home), "rows"),
+                source=source and (plainest(source.layout), source.side),
+                target=(plainest(target.layout), target.side),
+                links=self.links,
+                itemsize=self._sum_bytes if sums else self._weight_bytes,
+                planner=self.options.planner,
+                bucket_bytes=self.options.bucket_bytes,
+                sums=sums,
+            )
+        return self._plans[key]
 
 
 def _held(

@@ -15,7 +15,7 @@ copy hangs on home by exactly one path, every partial sum is counted once.
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,10 +25,8 @@ import numpy as np
 
 from longshift.layout.box import Box
 from longshift.switch.links import Links
-from longshift.switch.merge_boxes import merge_boxes
-from longshift.switch.options import Planner
-from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, assign
-from longshift.switch.slices import Slices, refine
+from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, Planner, assign
+from longshift.switch.slices import Slices, merge_boxes, refine
 from longshift.switch.spread import BoxesByWeight, Spread
 
 
@@ -134,9 +132,9 @@ class Plan:
     def turns(self, rank: int) -> Iterator[Turn]:
         """What `rank` does, bucket by bucket. Slices that travel together are merged
         into few boxes."""
-        local: list[list[Move]] = [[] for _ in range(self.buckets)]
-        sends: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
-        receives: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
+        # By bucket and round, -1 for what stays.
+        sends: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
+        receives: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
 
         # Weights that lie and move alike have the same boxes, in buckets that begin elsewhere.
         cache: dict[tuple[int, int, bytes], list[tuple[Transit, Box]]] = {}
@@ -147,19 +145,14 @@ class Plan:
             if key not in cache:
                 cache[key] = self._boxes(weight.slices, weight.moves, bucket.tolist(), rank)
             for transit, box in cache[key]:
+                moves = receives if transit.target == rank else sends
                 move = Move(transit.source, transit.target, weight.name, box)
-                number = first_bucket + transit.bucket
-                if transit.round < 0:
-                    local[number].append(move)
-                elif transit.target == rank:
-                    receives[number][transit.round].append(move)
-                else:
-                    sends[number][transit.round].append(move)
+                moves[first_bucket + transit.bucket, transit.round].append(move)
 
         for number in range(self.buckets):
-            columns = zip(sends[number], receives[number])
-            rounds = tuple(Round(tuple(sent), tuple(received)) for sent, received in columns)
-            yield Turn(tuple(local[number]), rounds)
+            places = [(number, index) for index in range(self.rounds)]
+            rounds = tuple(Round(tuple(sends[at]), tuple(receives[at])) for at in places)
+            yield Turn(tuple(receives[number, -1]), rounds)
 
     def _boxes(
         self, slices: Slices, moves: Moves, bucket: list[int], rank: int

@@ -1,5 +1,5 @@
-"""Who sends each needed slice to whom. Three planners, each a pure function of one weight's slices
-and of what everyone has sent so far.
+"""Who sends each needed slice to whom. Two planners, each a pure function of one weight's slices
+and of what everyone has sent so far. A run plans by `fan_out`.
 
     algorithm1    HotSPa (SOSP 2024), Algorithm 1: for every slice and every rank that needs it, the
                   holder on the same node that has sent least inside nodes; where there is none, the
@@ -7,7 +7,6 @@ and of what everyone has sent so far.
     fan_out       a slice enters a node that lacks it once, by the network card of whichever of its
                   ranks has received least, and spreads inside the node from there: two rounds.
                   Between nodes a byte then travels once a node instead of once a rank
-    first_owner   no planner: the lowest rank that holds the slice
 
         algorithm1   A0 ──> B0, B1, B2, B3          fan_out   round 0   A0 ──> B1
                      (four times between nodes)               round 1   B1 ──> B0, B2, B3
@@ -16,18 +15,31 @@ Ties go to the lowest rank; loads are whole bytes. So every rank finds the same 
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from longshift.switch.links import Links
-from longshift.switch.options import Planner
 from longshift.switch.slices import Slices
 
+Planner = Literal["fan_out", "algorithm1"]
 FULL = 2**62
 # Rows of the loads: sent inside nodes, sent between nodes, received from other nodes.
 INSIDE, BETWEEN, ENTERED = range(3)
+
+
+@dataclass(frozen=True)
+class SwitchOptions:
+    """How switches are planned. `bucket_bytes`: the most that a rank sends, or receives, in one
+    exchange. `ahead_bytes`: how much of the next layout's weights may arrive while the one before
+    still computes."""
+
+    planner: Planner = "fan_out"
+    bucket_bytes: int = 32 << 20
+    ahead_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,29 +64,12 @@ class Moves:
         return len(self.slice)
 
 
-def assign(planner: Planner, slices: Slices, links: Links, loads: np.ndarray) -> Moves:
-    """The moves of one weight. Adds what they send to `loads`, int64 [3, world]."""
-    if planner == "first_owner":
-        rows, targets = np.nonzero(slices.needs)
-        parts = [(rows, np.zeros_like(rows), slices.has.argmax(1)[rows], targets)]
-    else:
-        wave = _Algorithm1 if planner == "algorithm1" else _FanOut
-        parts = [part for rows in slices.waves for part in wave(slices, rows, links, loads).parts()]
-    if not parts:
-        return Moves(*(np.zeros(0, np.int32) for _ in range(4)))
-    row, number, source, target = (
-        np.concatenate([part[field] for part in parts]).astype(np.int32) for field in range(4)
-    )
-    order = np.lexsort((target, number, row))
-    return Moves(slice=row[order], round=number[order], source=source[order], target=target[order])
-
-
 Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # slice, round, source, target
 
 
-class _Wave:
-    """Slices `rows` of a weight, no two with a common holder. `near`: needed where the node has a
-    holder; `far`: where it has none."""
+class Wave(ABC):
+    """Slices `rows` of a weight, no two with a common holder, which a planner deals together.
+    `near`: needed where the node has a holder; `far`: where it has none."""
 
     def __init__(self, slices: Slices, rows: np.ndarray, links: Links, loads: np.ndarray):
         self.rows = rows
@@ -92,6 +87,11 @@ class _Wave:
         is_on_node = self._by_node(self.has)[:, self.node] > 0
         self.near = needs & is_on_node
         self.far = needs & ~is_on_node
+
+    @abstractmethod
+    def parts(self) -> list[Part]:
+        """The moves that bring each slice to the ranks that need it. Adds what they send to
+        `loads`."""
 
     def _by_node(self, flags: np.ndarray) -> np.ndarray:
         """Counts, int64 [slices, nodes]."""
@@ -123,14 +123,14 @@ class _Wave:
         return deal(group, holder, count[rows], self.size[rows], self.loads[BETWEEN])
 
 
-class _Algorithm1(_Wave):
+class _Algorithm1(Wave):
     def parts(self) -> list[Part]:
         row, targets = np.nonzero(self.far)
         sources = self._deal_far(self.far.sum(1))
         return [self._deal_near(), (self.rows[row], np.zeros_like(row), sources, targets)]
 
 
-class _FanOut(_Wave):
+class _FanOut(Wave):
     def parts(self) -> list[Part]:
         # Round 0: each slice enters each node that lacks it, by one rank.
         lacking = self._by_node(self.far) > 0
@@ -174,6 +174,22 @@ class _FanOut(_Wave):
             entries[row, nodes] = nodes * self.per_node + door
         self.loads[ENTERED] = received.ravel()[:world]
         return entries
+
+
+PLANNERS: dict[str, type[Wave]] = {"fan_out": _FanOut, "algorithm1": _Algorithm1}
+
+
+def assign(planner: Planner, slices: Slices, links: Links, loads: np.ndarray) -> Moves:
+    """The moves of one weight. Adds what they send to `loads`, int64 [3, world]."""
+    wave = PLANNERS[planner]
+    parts = [part for rows in slices.waves for part in wave(slices, rows, links, loads).parts()]
+    if not parts:
+        return Moves(*(np.zeros(0, np.int32) for _ in range(4)))
+    row, number, source, target = (
+        np.concatenate([part[field] for part in parts]).astype(np.int32) for field in range(4)
+    )
+    order = np.lexsort((target, number, row))
+    return Moves(slice=row[order], round=number[order], source=source[order], target=target[order])
 
 
 def deal(

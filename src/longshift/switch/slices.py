@@ -8,10 +8,12 @@ held                 wanted                slices
 │   b   │            │   │   │             │ b │ b │      that have, or want, each
 └───────┘            └───┴───┘             └───┴───┘
                                              x   y
+
+What one rank sends another at one time is often cut finer than the move needs, because other ranks
+hold or want the parts: `merge_boxes` makes few boxes of such slices again.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +23,9 @@ import numpy as np
 
 from longshift.errors import UsageError
 from longshift.layout.box import Box
-from longshift.switch.spread import Spread
+from longshift.switch.spread import Spread, take_turns
+
+Numbered = tuple[int, Box]  # a box, and the number of the first slice in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +113,8 @@ def refine(
         wants = wants.repeat(counts, 0)
 
     # 4. Order them so that any run of slices keeps all ranks busy.
-    order = _spread_out(wants, _spread_out(has, range(len(boxes))))
+    order = take_turns(range(len(boxes)), lambda index: has[index].tobytes())
+    order = take_turns(order, lambda index: wants[index].tobytes())
     boxes = [boxes[i] for i in order]
     size_bytes = np.array([box.elements * itemsize for box in boxes], np.int64)
     return Slices(tuple(boxes), size_bytes, has[order], wants[order], held, wanted)
@@ -126,18 +131,6 @@ def _members(spread: Spread, cuts: list[list[int]], world: int) -> np.ndarray:
     return grid.reshape(-1, world)
 
 
-def _spread_out(ranks: np.ndarray, order: Iterable[int]) -> list[int]:
-    """The order with the slices of equal `ranks` turn about with the others, so that any run of
-    slices keeps all ranks busy."""
-    turns: Counter[bytes] = Counter()
-    keys = []
-    for place, index in enumerate(order):
-        key = ranks[index].tobytes()
-        keys.append((turns[key], place, index))
-        turns[key] += 1
-    return [index for _, _, index in sorted(keys)]
-
-
 def _box(cell: tuple[tuple[int, int], ...]) -> Box:
     return Box(tuple(a for a, _ in cell), tuple(b for _, b in cell))
 
@@ -151,3 +144,36 @@ def _cut(box: Box, max_elements: int) -> Iterator[Box]:
     middle = (box.start[dim] + box.stop[dim]) // 2
     yield from _cut(box.cut(dim, box.start[dim], middle), max_elements)
     yield from _cut(box.cut(dim, middle, box.stop[dim]), max_elements)
+
+
+def merge_boxes(slices: Iterable[Numbered]) -> list[Numbered]:
+    """Boxes that tile these slices, which share nothing."""
+    boxes = list(slices)
+    previous_count = -1
+    while len(boxes) not in (1, previous_count):
+        previous_count = len(boxes)
+        for dim in reversed(range(len(boxes[0][1].start))):
+            boxes = _merge_along(dim, boxes)
+    return boxes
+
+
+def _merge_along(dim: int, boxes: list[Numbered]) -> list[Numbered]:
+    """Boxes that follow one another along `dim`, and are alike in the other dims, become one."""
+    rows: dict[tuple, list[Numbered]] = {}
+    for number, box in boxes:
+        across = *box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :]
+        rows.setdefault(across, []).append((number, box))
+    merged: list[Numbered] = []
+    for row in rows.values():
+        row.sort(key=lambda numbered: numbered[1].start[dim])
+        first, box = row[0]
+        for number, neighbor in row[1:]:
+            if neighbor.start[dim] == box.stop[dim]:
+                first = min(first, number)
+                box = box.cut(dim, box.start[dim], neighbor.stop[dim])
+            else:
+                merged.append((first, box))
+                first = number
+                box = neighbor
+        merged.append((first, box))
+    return merged

@@ -6,10 +6,10 @@ one `Spread` object, and are then refined and planned once.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from longshift.layout import axes
 from longshift.layout.box import Box
@@ -17,6 +17,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import Piece, pieces_of, stages_of
 from longshift.spec.model import ModelSpec, Param
 
+T = TypeVar("T")
 Side = Literal["copies", "home", "rows"]
 
 
@@ -94,19 +95,23 @@ def turn_about(held: BoxesByWeight, wanted: BoxesByWeight) -> dict[str, Spread]:
     """`wanted` in an order in which weights of different pipeline stages, first of those that hold
     them, come turn about: a switch then keeps all ranks busy all the time, where the model's own
     order would take one stage after the other."""
-    return _in_turn(held, _in_turn(wanted, wanted))
+    names: Iterable[str] = wanted
+    for side in (wanted, held):
+        ranks = {
+            spread: frozenset(rank for _, box_ranks in spread.boxes for rank in box_ranks)
+            for spread in set(side.values())
+        }
+        names = take_turns(names, lambda name, side=side, ranks=ranks: ranks[side[name]])
+    return {name: wanted[name] for name in names}
 
 
-def _in_turn(by: BoxesByWeight, order: BoxesByWeight) -> dict[str, Spread]:
-    """`order` with the weights that lie on the same ranks by `by` turn about with the others."""
-    ranks_of = {
-        spread: frozenset(rank for _, ranks in spread.boxes for rank in ranks)
-        for spread in set(by.values())
-    }
-    turns: Counter[frozenset[int]] = Counter()
+def take_turns(items: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
+    """Items in an order in which those of different keys come turn about, those of one key in the
+    order that they had."""
+    turns = Counter[Hashable]()
     keys = []
-    for place, name in enumerate(order):
-        ranks = ranks_of[by[name]]
-        keys.append((turns[ranks], place, name))
-        turns[ranks] += 1
-    return {name: order[name] for _, _, name in sorted(keys)}
+    items = list(items)
+    for place, item in enumerate(items):
+        keys.append((turns[key(item)], place))
+        turns[key(item)] += 1
+    return [items[place] for _, place in sorted(keys)]

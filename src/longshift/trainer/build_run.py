@@ -15,7 +15,8 @@ from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.model.huggingface import AdapterFolder, WeightFolder
 from longshift.state.checkpoint import Checkpoint
-from longshift.state.home import Home, Source, fingerprint, random_source
+from longshift.state.home import Home, Source
+from longshift.state.initial_weights import fingerprint, random_source
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
@@ -124,8 +125,7 @@ def build_state(
                 "beside: put the old model folder back, and the train.precision and train.seed "
                 "that it began with"
             )
-        optimizer.restore(saved.read, facts.config.home.moments)
-        optimizer.resume(facts.updates)
+        optimizer.restore(saved.read, facts.config.home.moments, facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:
             state.scale.scale, state.scale.good_steps = facts.loss_scale

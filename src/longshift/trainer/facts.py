@@ -98,8 +98,8 @@ class Fingerprints(Part):
 class Facts(Part):
     """Where the data goes on, how many updates were made, and of which model, in which format, from
     what and by which kernel the state is. `attention` is None in checkpoints from before it was
-    kept, and so is `loss`, of the last step; `base`: of `state.home.fingerprint`, None where all
-    weights are trained."""
+    kept, and so is `loss`, of the last step; `base`: of `state.initial_weights.fingerprint`, None
+    where all weights are trained."""
 
     cursor: Count
     updates: Count

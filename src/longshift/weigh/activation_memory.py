@@ -19,17 +19,8 @@ from longshift.schedule.chunks import Buffer, Event
 from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer
 from longshift.step.runner import Runner, WholePacks
-from longshift.stream.tiers import (
-    BOUNCE_BYTES,
-    BOUNCES,
-    IN_FLIGHT_BYTES,
-    UNDER_WAY,
-    UNDER_WAY_BYTES,
-    WRITES,
-    DeviceTier,
-    Key,
-    Tier,
-)
+from longshift.stream.gpu_tiers import BOUNCE_BYTES, BOUNCES, UNDER_WAY, UNDER_WAY_BYTES
+from longshift.stream.tiers import IN_FLIGHT_BYTES, WRITES, DeviceTier, Key, Tier
 from longshift.weigh.allocations import Allocation, Place, RankMemory
 from longshift.weigh.chunk_profile import event_turn
 from longshift.weigh.recorder import TurnProfile
@@ -55,7 +46,7 @@ class AllocationView(NamedTuple):
 
 
 class TierMemory(Tier):
-    """`stream.tiers.DiskTier`, `BouncedTier` and `HostTier`, on bytes. Mutable.
+    """`stream.tiers.CopyTier` on bytes. Mutable.
 
     Fetches fill memory of earlier ones that is no longer used. The last puts, at most `max_puts`
     and `max_bytes`, keep what they send. An object of several tensors comes and goes as one.
@@ -115,7 +106,7 @@ class TierMemory(Tier):
 
 
 def tier_memory(memory: RankMemory, layout: Layout) -> Tier:
-    """A layout's tier, as `stream.tiers.tier_of` makes it."""
+    """A layout's tier, as `stream.gpu_tiers.tier_of` makes it."""
     place = layout.offload
     if place == "device" or (place == "host" and memory.host_is_device):
         return DeviceTier()
