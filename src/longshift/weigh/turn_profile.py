@@ -68,12 +68,14 @@ class RankSetup:
 
     def __post_init__(self) -> None:
         degrees = {axis.name: self.layout.degree(axis.name) for axis in axes.token_axes()}
-        places = {axis.name: 0 for axis in axes.AXES}
-        places |= {name: self.coord.along(name) for name in degrees}
         recompute = "selective" if self.layout.recompute == "selective" else "none"
         layout = Layout(recompute=recompute).with_degrees(degrees)
+        # The first axis varies fastest over ranks.
+        rank = 0
+        for name in reversed(degrees):
+            rank = rank * degrees[name] + self.coord.along(name)
         object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "coord", Coord.of(places))
+        object.__setattr__(self, "coord", layout.coord(rank))
 
     @property
     def dtype(self) -> torch.dtype:
