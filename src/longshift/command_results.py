@@ -68,12 +68,12 @@ def short_repr(value: Any) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes in words."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
+    """Bytes in three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 999.5:  # above, three digits would need an exponent
             return f"{size:.3g} {unit}"
         size /= 1024
-    return f"{size:.3g} GiB"
+    return f"{size:.3g} TiB"
 
 
 def fields_table(title: str, fields: Iterable[tuple[str, Any]]) -> Table:
