@@ -175,6 +175,12 @@ class SpawnedWorld(ForkedWorld):
         return child.pid
 
 
+def local_world(size: int, type: str, device: str) -> ForkedWorld:
+    """Ranks on devices of a `type`: forked where the caller's `device` is the CPU, so that none of
+    its ranks uses a GPU, else spawned. Raises UsageError for more ranks than GPUs."""
+    return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, type)
+
+
 def serve_spawned(
     rank: int, size: int, device: str, listener: int, calls: int, answers: int
 ) -> None:
