@@ -25,8 +25,7 @@ from longshift.cluster.host import core_count, forks_ranks
 from longshift.command_results import print_result
 from longshift.config import Config
 from longshift.config_file import load_config
-from longshift.dist.launcher import describe_place, place, ranks_per_node
-from longshift.dist.parent import call_this_process
+from longshift.dist.launcher import call_this_process, describe_place, place, ranks_per_node
 from longshift.dist.ranks import Seed
 from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
@@ -259,7 +258,6 @@ def work(
     from longshift.trainer.launch import rank_error, tell
 
     try:
-        _joined = folder.joined()  # open until this process ends
         _run_rank(read_asked(folder.path), folder, rank, resume, json, stop, trace)
         leave(0)
     except Exception as fault:

@@ -13,12 +13,11 @@ from longshift.errors import UsageError
 CACHE = Path("~/.cache/longshift")
 
 
-def host_facts(cores: int | None = None) -> dict[str, str | int | float]:
-    """Those of a profile's facts that need no torch. `cores`: that this process might use when it
-    began, where it may use fewer now."""
+def host_facts() -> dict[str, str | int | float]:
+    """Those of a profile's facts that need no torch."""
     return {
         "cpu": cpu_name(),
-        "cores": core_count() if cores is None else cores,
+        "cores": core_count(),
         "core_quota": core_quota() or "none",
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -29,17 +28,15 @@ def profile_of_host(
     nodes: int = 1,
     kind: str | None = None,
     cache: Path = CACHE,
-    cores: int | None = None,
 ) -> Cluster | None:
     """The profile of this machine that serves best for `nodes` of it with `per_node` ranks each;
     None where it was not measured.
 
-    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. `cores`: as of `host_facts`.
-    Software and
-    numbers of threads may differ from those of now: this is for what they hardly change, such as
+    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. Software and numbers of
+    threads may differ from those of now: this is for what they hardly change, such as
     links. Files that are damaged are passed over.
     """
-    facts = host_facts(cores)
+    facts = host_facts()
     best_profile = None
     best_rank: tuple = ()
     for file in sorted((cache.expanduser() / "profiles").glob("*.json")):

@@ -26,7 +26,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from longshift import errors
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent
 from longshift.dist.world import (
     TIMEOUT,
     World,

@@ -24,10 +24,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from longshift import errors
-from longshift.cluster.host import core_count
 from longshift.dist.collectives import Group
-from longshift.dist.launcher import place
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent, place
 from longshift.dist.sealed_store import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
 
@@ -144,8 +142,7 @@ def check_gpus(ranks: int) -> None:
 
 class World:
     """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks
-    on each machine; `timeout`: after which a collective of those groups fails. `cores`: how many
-    this process might use when it joined."""
+    on each machine; `timeout`: after which a collective of those groups fails."""
 
     def __init__(
         self,
@@ -159,7 +156,6 @@ class World:
         self.size = size
         self.device = device
         self.per_node = per_node or size
-        self.cores = core_count()
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
         self._timeout = timeout

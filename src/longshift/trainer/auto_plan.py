@@ -3,10 +3,8 @@ what `longshift plan` says and writes, and how `layout: auto` becomes layouts be
 start."""
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -162,11 +160,11 @@ class PlannedTask:
     choice: SearchResult
     alternatives: tuple["PlannedTask", ...] = ()
 
-    @property
-    def band(self) -> float:
-        """Relative half-width of its seconds."""
+    def _range_s(self, way: PlanCandidate) -> tuple[float, float]:
+        """The seconds between which a step of a way is expected."""
         calibration = self.task.cluster.calibration
-        return BAND if calibration is None else calibration.band
+        band = BAND if calibration is None else calibration.band
+        return way.seconds * (1 - band), way.seconds * (1 + band)
 
     def layout(self, way: PlanCandidate) -> Any:
         """A way in the form of the config's `layout`."""
@@ -177,41 +175,37 @@ class PlannedTask:
 
     def groups(self, way: PlanCandidate) -> tuple[PlannedGroup, ...]:
         """What each group of a way has and takes, of the mean step, in the order of lengths."""
-        # By a group's longest document.
-        documents = Counter[int]()
-        tokens = Counter[int]()
-        seconds = defaultdict[int, float](float)
+        documents = [0] * len(way.edges)
+        tokens = [0] * len(way.edges)
+        seconds = [0.0] * len(way.edges)
         ends = [edge.upto for edge in way.edges]
-        for step, lengths in way.steps:
-            for length in lengths:
-                end = ends[bisect_left(ends, length)]
-                documents[end] += 1
-                tokens[end] += length
-
+        for step, step_lengths in way.steps:
             # A step visits its groups one after another: one stops where the next starts.
-            starts = [0.0, *step.starts[1:]]
             stops = [*step.starts[1:], step.seconds]
-            for group, start, stop in zip(in_visiting_order(way.shape, lengths), starts, stops):
-                packs = [pack for replica in group.replicas for pack in replica]
-                longest = max(max(pack, default=1) for pack in packs)
-                seconds[ends[bisect_left(ends, longest)]] += stop - start
+            visits = in_visiting_order(way.shape, step_lengths)
+            for visit, stop, start in zip(visits, stops, [0.0, *stops]):
+                packs = [pack for replica in visit.replicas for pack in replica]
+                lengths = [length for pack in packs for length in pack]
+                index = bisect_left(ends, max(lengths))
+                documents[index] += len(lengths)
+                tokens[index] += sum(lengths)
+                seconds[index] += stop - start
         steps = len(way.steps)
         return tuple(
             PlannedGroup(
                 upto=edge.upto,
                 layout=str(edge.use),
                 pack=edge.pack,
-                documents=documents[edge.upto] / steps,
-                tokens=tokens[edge.upto] / steps,
-                seconds=seconds[edge.upto] / steps,
-                tokens_per_s=tokens[edge.upto] / seconds[edge.upto] if seconds[edge.upto] else 0.0,
+                documents=documents[index] / steps,
+                tokens=tokens[index] / steps,
+                seconds=seconds[index] / steps,
+                tokens_per_s=tokens[index] / seconds[index] if seconds[index] else 0.0,
             )
-            for edge in way.edges
+            for index, edge in enumerate(way.edges)
         )
 
-    @cached_property
-    def flops(self) -> dict[str, float]:
-        """Model FLOP of a mean step, by convention."""
+    def _mfu(self, seconds: float) -> dict[str, float]:
+        """Model FLOP/s over the devices' peak, by convention, of a mean step."""
         task = self.task
         lengths = task.lengths.lengths.astype(float)
         counts = task.lengths.counts.astype(float)
@@ -219,7 +213,9 @@ class PlannedTask:
         # Under a causal mask, half of a document's pairs of tokens attend.
         pairs = scale * float(lengths**2 @ counts) / 2
         flops = model_flops(sizes(task.spec), task.tokens_per_step, pairs, task.spec.parameters)
-        return {name: float(value) for name, value in flops.items()}
+        peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
+        shares = mfu(flops, seconds, task.world, peak)
+        return {name: float(share) for name, share in shares.items()}
 
     def result(self) -> LayoutPlan:
         """What is said of the plan, to a person and to programs."""
@@ -257,17 +253,14 @@ class PlannedTask:
         )
         if best is None:
             return plan
-        peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
-        flops = {name: np.asarray(value) for name, value in self.flops.items()}
-        shares = mfu(flops, best.seconds, task.world, peak)
+        single = choice.single
+        context = choice.context_parallel
         return plan.model_copy(
             update={
                 "best": self._way(best, groups=self.groups(best), lanes=self.lanes(best)),
-                "mfu": {name: float(share) for name, share in shares.items()},
-                "single": self._way(choice.single) if choice.single else None,
-                "context_parallel": (
-                    self._way(choice.context_parallel) if choice.context_parallel else None
-                ),
+                "mfu": self._mfu(best.seconds),
+                "single": self._way(single) if single else None,
+                "context_parallel": self._way(context) if context else None,
                 "tried": tuple(self._way(way) for way in choice.trial_plans()),
                 "rivals": tuple(
                     self._way(way, times=way.seconds / best.seconds)
@@ -277,11 +270,12 @@ class PlannedTask:
         )
 
     def _way(self, way: PlanCandidate, **fields: Any) -> PlannedWay:
+        least_s, most_s = self._range_s(way)
         return PlannedWay(
             layout=self.layout(way),
             seconds=way.seconds,
-            least_s=way.seconds * (1 - self.band),
-            most_s=way.seconds * (1 + self.band),
+            least_s=least_s,
+            most_s=most_s,
             bytes=way.bytes,
             peak=way.peak,
             **fields,
@@ -320,13 +314,11 @@ class PlannedTask:
     def _need_lines(self, best: PlanCandidate) -> Iterator[str]:
         """Sentences about the seconds and the memory of the best way."""
         task = self.task
-        min_s = best.seconds * (1 - self.band)
-        max_s = best.seconds * (1 + self.band)
+        min_s, max_s = self._range_s(best)
         calibration = task.cluster.calibration
         source = f", calibrated by {calibration.steps} steps" if calibration else ""
-        yield (
-            f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g}), on the clock{source}"
-        )
+        step = f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g})"
+        yield f"{step}, on the clock{source}"
         device_bytes = best.bytes["device"]
         spare = task.budget_bytes - device_bytes
         yield f"a device needs {_gib(device_bytes)}: {_gib(spare)} left; most at {best.peak}"

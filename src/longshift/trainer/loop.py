@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from longshift.config import Config
-from longshift.dist.cores import stay_near
 from longshift.dist.launcher import own_rank
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
@@ -106,7 +105,6 @@ def train(
     timeout_s = max(stage.config.timeout_s(own_device().type) for stage in stages)
     callback = StepCallback.of(config, own_rank(), on_step)
     world = World.from_environment(timeout_s)
-    stay_near(world.device)
 
     # What can be known of later stages is checked now, not after hours of training.
     for stage in stages[1:]:

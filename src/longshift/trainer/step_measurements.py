@@ -35,9 +35,8 @@ TOLD_EVERY_S = 10.0
 
 def profile_here(world: World) -> Cluster | None:
     """The profile of the machine that ranks run on; None where it was not measured."""
-    return profile_of_host(
-        world.per_node, -(-world.size // world.per_node), world.device.type, cores=world.cores
-    )
+    nodes = -(-world.size // world.per_node)
+    return profile_of_host(world.per_node, nodes, world.device.type)
 
 
 def clock_steps(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
