@@ -32,11 +32,10 @@ from longshift.layout.auto_layout import AutoLayout
 from longshift.stream.trace import writable
 from longshift.terminal import read_or_not, say, silent
 from longshift.trainer.display import Display
-from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.header import Header
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.resume_config import resume_config
+from longshift.trainer.resume_config import fit_ranks, resume_config
 from longshift.trainer.run_folder import RunFolder, prepare, read_asked, summarize_run, write_cause
 from longshift.workload.length_file import Lengths
 

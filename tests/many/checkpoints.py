@@ -43,7 +43,7 @@ from longshift.state.transfer import Transfer
 from longshift.step import player as player_module
 from longshift.step.update import State, train_step
 from longshift.trainer import corpus, loop
-from longshift.trainer.stages import stages_of
+from longshift.trainer.build_run import stages_of
 from longshift.trainer.step_trace import StepTrace
 from longshift.weigh.state_memory import saved_bytes
 

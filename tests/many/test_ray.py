@@ -22,8 +22,8 @@ from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerErro
 from longshift.forecast import layout_text
 from longshift.layout.box import Box
 from longshift.state.checkpoint import Checkpoint
-from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.metrics import read_rows
+from longshift.trainer.resume_config import fit_ranks
 from longshift.trainer.run_folder import Cause, RunFolder
 
 STEPS = 12

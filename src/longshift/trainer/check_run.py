@@ -43,9 +43,8 @@ from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State
 from longshift.step_report import shape_of
-from longshift.trainer.build_run import build_player, build_state, initial, open_data
+from longshift.trainer.build_run import build_player, build_state, initial, open_data, schedule_of
 from longshift.trainer.check import Case, Comparison, Reference, leaks, wrong_labels
-from longshift.trainer.stages import schedule_of
 from longshift.weigh.needs import largest_need, memory_needs
 from longshift.workload.groups import Edge
 

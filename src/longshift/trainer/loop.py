@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from longshift.background import Background
 from longshift.config import Config
 from longshift.dist.launcher import own_rank
 from longshift.dist.world import World, be_deterministic, own_device
@@ -28,8 +29,14 @@ from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
 from longshift.terminal import say
 from longshift.trainer.admission import admit
-from longshift.trainer.batch_prefetch import BatchPrefetcher
-from longshift.trainer.build_run import StageStart, build_player, open_data, resume_or_build
+from longshift.trainer.build_run import (
+    Stage,
+    StageStart,
+    build_player,
+    open_data,
+    resume_or_build,
+    stages_of,
+)
 from longshift.trainer.corpus import corpus_notes
 from longshift.trainer.facts import (
     ChosenKernel,
@@ -47,9 +54,8 @@ from longshift.trainer.gather_metrics import (
 )
 from longshift.trainer.metrics import StepMetrics, faults_of_rows
 from longshift.trainer.run_folder import RunFolder, adopt
-from longshift.trainer.stages import Stage, stages_of
 from longshift.trainer.step_callback import OnStep, StepCallback
-from longshift.trainer.step_forecast import StepForecast
+from longshift.trainer.step_measurements import StepForecast
 from longshift.trainer.step_trace import StepTrace
 from longshift.trainer.trials import train_trials
 from longshift.trainer.validation import Validator
@@ -270,6 +276,46 @@ def _tell_changes(player: Player, kernel: ChosenKernel, start: StageStart, confi
             say(warning)
     if start.state.home.no_room:
         say(NO_EARLY_UPDATES)
+
+
+class BatchPrefetcher:
+    """Batches of steps, each with what the player needs of it. The next step's is made while this
+    one computes:
+
+        this thread   │ step 1          │ step 2          │ step 3 ...
+        another       │ draw and pack 2 │ draw and pack 3 │
+
+    What is made is a function of the data, the seed and the cursor, so that it is the same as
+    without. A checkpoint's cursor is the state's, which only a trained step moves. Mutable: the one
+    that is being made."""
+
+    def __init__(self, batches: Batches, player: Player):
+        self._batches = batches
+        self._player = player
+        self._coming: tuple[int, Background[tuple[StepBatch, Ready]]] | None = None
+
+    def take(self, cursor: int, more: bool) -> tuple[StepBatch, Ready]:
+        """The step that begins at a cursor. `more`: whether another follows, which is begun in the
+        background. Raises what drawing this step raised."""
+        coming = self._coming
+        self._coming = None
+        if coming and coming[0] == cursor:
+            batch, ready = coming[1].result()
+        else:
+            batch, ready = self._make(cursor)
+        if more:
+            next_cursor = batch.next_cursor
+            self._coming = next_cursor, Background(lambda: self._make(next_cursor))
+        return batch, ready
+
+    def close(self) -> None:
+        """Wait for what is being made. Nobody wants it any more."""
+        if self._coming:
+            self._coming[1].wait()
+
+    def _make(self, cursor: int) -> tuple[StepBatch, Ready]:
+        batch = self._batches.at(cursor)
+        return batch, self._player.ready(batch.documents)
 
 
 @dataclass

@@ -40,7 +40,6 @@ from longshift.files import temporary_folder
 from longshift.forecast import layout_text
 from longshift.layout.auto_layout import AutoLayout
 from longshift.terminal import read_or_not
-from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.launch import (
     Interrupts,
     OpenStore,
@@ -51,6 +50,7 @@ from longshift.trainer.launch import (
     open_store,
 )
 from longshift.trainer.plan_file import PlanFile, keep
+from longshift.trainer.resume_config import fit_ranks
 from longshift.trainer.run_folder import (
     Cause,
     RunFolder,

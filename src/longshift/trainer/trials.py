@@ -7,10 +7,10 @@ they are the run's own.
                 a checkpoint at each bar, which any layout loads
 
 Steps have different documents, so each is compared with what the clock has for its own
-(`trainer.trial_ranking` says which choice goes on). The first step of a trial, in which memory is
+(`trainer.plan_file` says which choice goes on). The first step of a trial, in which memory is
 allocated and kernels are chosen, is not counted. The others are steps of known layouts: they
 calibrate what is known of the machine, by which the steps that follow are predicted
-(`trainer.step_forecast`).
+(`trainer.step_measurements`).
 """
 
 import json
