@@ -198,8 +198,7 @@ class Devices:
 
 
 def cause_of(error: Exception, rank: int = 0) -> Cause:
-    code = error.exit_code if isinstance(error, LongshiftError) else 1
-    return Cause(rank=rank, kind=type(error).__name__, message=str(error), exit_code=code, time_s=0.0)
+    return Cause(rank=rank, kind=type(error).__name__, message=str(error))
 
 
 LOST = cause_of(PeerError("rank 1 was lost"), 1)

@@ -53,12 +53,16 @@ def launchers_store(timeout: timedelta) -> SealedStore | None:
     )
 
 
-def stay_on_loopback() -> None:
-    """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback
+def on_loopback() -> dict[str, str]:
+    """What the environment is to hold for the listeners of gloo and NCCL to stay on the loopback
     interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
-        "lo" if sys.platform == "linux" else "lo0"
-    )
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+
+
+def stay_on_loopback() -> None:
+    """Keep listeners of this process, and of those it starts, on the loopback interface."""
+    os.environ.update(on_loopback())
 
 
 def keep_freed_memory() -> None:

@@ -34,6 +34,7 @@ from longshift.cluster.host import core_count, has_gpu
 from longshift.config import Config
 from longshift.dist.rank_actor import RankActor, RankOutput
 from longshift.dist.ranks import Ranks
+from longshift.dist.sealed_store import SealedStore
 from longshift.dist.world import allocator
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import temporary_folder
@@ -42,7 +43,6 @@ from longshift.layout.auto_layout import AutoLayout
 from longshift.terminal import read_or_not
 from longshift.trainer.launch import (
     Interrupts,
-    OpenStore,
     StopAtOnce,
     check_room,
     gather_causes,
@@ -212,7 +212,7 @@ class RayRanks(Ranks):
         devices: RayDevices,
         world: int,
         words: Sequence[str],
-        store: OpenStore | None,
+        store: SealedStore | None,
         out: TextIO,
     ):
         self.lost: dict[int, Cause] = {}
@@ -326,21 +326,9 @@ def cause_of_loss(rank: int, fault: Exception) -> Cause:
         .rstrip(".")
     )
     if isinstance(fault, RayMemoryError):
-        error = OutOfMemoryError(f"rank {rank} was ended by Ray, as its machine has no more memory")
-        return Cause(
-            rank=rank,
-            kind=type(error).__name__,
-            message=str(error),
-            exit_code=error.exit_code,
-            time_s=0.0,
-        )
-    return Cause(
-        rank=rank,
-        kind="Signal",
-        message=f"rank {rank} was lost: {reason}",
-        exit_code=PeerError.exit_code,
-        time_s=0.0,
-    )
+        message = f"rank {rank} was ended by Ray, as its machine has no more memory"
+        return Cause(rank=rank, kind=OutOfMemoryError.__name__, message=message)
+    return Cause(rank=rank, kind="Signal", message=f"rank {rank} was lost: {reason}")
 
 
 def tell_change(config: Config, fitted: Config, say: Say) -> None:
@@ -429,9 +417,7 @@ class RayRun:
         failed = {rank: code for rank, code in ranks.codes().items() if code}
         if not failed:
             return None, set()
-        causes = gather_causes(
-            store.store if store else None, config.world, self.folder, list(ranks.lost.values())
-        )
+        causes = gather_causes(store, config.world, self.folder, list(ranks.lost.values()))
         return root_cause(causes, failed), {
             *ranks.lost,
             *(cause.rank for cause in causes if is_of_device(cause)),

@@ -272,13 +272,13 @@ def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
     """Where the run is, and what can be done with it."""
     rows = read_rows(folder.metrics)
     # After a loss of power there may be no row of the checkpoint.
-    steps = max(rows[-1]["step"] if rows else 0, folder.steps_saved())
-    is_early = bool(rows) and rows[-1].get("early", False)
-    stopped = rows[-1].get("stopped") if rows else None
-    is_finished = steps >= run.train.steps or is_early or stopped is not None
-    can_be_longer = (
-        steps >= run.train.steps and not is_early and stopped is None and not run.train.stages
-    )
+    last = rows[-1] if rows else {}
+    steps = max(last.get("step", 0), folder.steps_saved())
+    is_early = last.get("early", False)
+    stopped = last.get("stopped")
+    has_ended_itself = is_early or stopped is not None
+    is_complete = steps >= run.train.steps
+    can_be_longer = is_complete and not has_ended_itself and not run.train.stages
     losses = {row["step"]: row["valid_loss"] for row in rows if row.get("valid_loss") is not None}
     best_step = min(losses, key=losses.__getitem__, default=None)
     return RunSummary(
@@ -286,11 +286,11 @@ def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
         shown=folder.shown,
         steps=steps,
         planned_steps=run.train.steps,
-        finished=is_finished,
+        finished=is_complete or has_ended_itself,
         early=is_early,
         stopped=stopped,
         first_loss=rows[0]["loss"] if rows else None,
-        last_loss=rows[-1]["loss"] if rows else None,
+        last_loss=last.get("loss"),
         export=folder.export_command,
         resume=folder.resume_command + f" train.steps={2 * steps}" * can_be_longer,
         best_step=best_step,
@@ -324,8 +324,7 @@ class Cause(BaseModel):
     rank: int
     kind: str
     message: str
-    exit_code: int
-    time_s: float
+    time_s: float = 0.0
     trace: str = ""
 
     def to_json(self) -> str:
@@ -337,15 +336,8 @@ def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
     known = isinstance(error, LongshiftError)
     trace = "" if known else "".join(traceback.format_exception(error))
     message = str(error) if known else f"{type(error).__name__}: {error}"
-    code = error.exit_code if known else LongshiftError.exit_code
-    cause = Cause(
-        rank=rank,
-        kind=type(error).__name__,
-        message=message,
-        exit_code=code,
-        time_s=time.time(),
-        trace=trace,
-    )
+    kind = type(error).__name__
+    cause = Cause(rank=rank, kind=kind, message=message, time_s=time.time(), trace=trace)
     with suppress(OSError):  # it may be why the rank failed
         folder.errors.mkdir(exist_ok=True)
         rewrite(folder.errors / f"rank-{rank}.json", cause.to_json())
@@ -399,12 +391,8 @@ def _silent(rank: int, code: int) -> Cause:
     """The cause of a rank that ended without telling one."""
     if code >= 0:
         message = f"ended with exit code {code} and no message"
-        return Cause(
-            rank=rank, kind="Exit", message=message, exit_code=code, time_s=0.0, trace="(none)"
-        )
+        return Cause(rank=rank, kind="Exit", message=message, trace="(none)")
     name = signal.Signals(-code).name
     hint = "; the kernel does this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
     message = f"rank {rank} was ended by {name}{hint}"
-    return Cause(
-        rank=rank, kind="Signal", message=message, exit_code=PeerError.exit_code, time_s=0.0
-    )
+    return Cause(rank=rank, kind="Signal", message=message)
