@@ -142,6 +142,7 @@ class TrainCommand:
 
         planned, plan = resolve_layout(
             run,
+            run.layout,
             lambda ranks: api.this_machine(ranks, say),
             lambda: Lengths.from_array(api.open_tokens(run).lengths),
             say,

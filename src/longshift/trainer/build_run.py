@@ -188,7 +188,7 @@ def build_state(
                 "beside: put the old model folder back, and the train.precision and train.seed "
                 "that it began with"
             )
-        optimizer.restore(saved.read, facts.config.home.moments)
+        optimizer.restore(saved.read, facts.packed)
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:

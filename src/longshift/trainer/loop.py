@@ -40,10 +40,10 @@ from longshift.trainer.build_run import (
 from longshift.trainer.corpus import corpus_notes
 from longshift.trainer.facts import (
     ChosenKernel,
-    Facts,
     Fingerprints,
     changed_kernel,
     changed_moments,
+    facts_of,
 )
 from longshift.trainer.gather_metrics import (
     RankStatus,
@@ -419,10 +419,8 @@ class StageRun:
                 "Nothing is saved: the checkpoint before it stays the newest. A lower train.lr or "
                 "more train.warmup are the usual cures."
             )
-        facts = Facts.now(self.config, self.state, self.fingerprints, self.kernel, metrics.loss)
-        self.saver.save(
-            step, self.state.optimizer, facts.model_dump(), self.best_step, last=is_last
-        )
+        facts = facts_of(self.config, self.state, self.fingerprints, self.kernel, metrics.loss)
+        self.saver.save(step, self.state.optimizer, facts, self.best_step, last=is_last)
 
 
 def _print_on_rank0(world: World, line: str) -> None:
