@@ -124,8 +124,8 @@ def train(
         for number, stage in enumerate(stages, 1):
             if last_step >= stage.end and stage is not stages[-1]:
                 continue
-            if len(stages) > 1:
-                _print_on_rank0(world, f"stage {number} of {len(stages)}, {stage}")
+            if len(stages) > 1 and world.rank == 0:
+                say(f"stage {number} of {len(stages)}, {stage}")
 
             train_with = partial(_train_with, context, stage, len(stages) == 1)
             for metrics in train_trials(stage.config, run, resume, world, train_with):
@@ -147,18 +147,17 @@ def _resumed_step(run: Path, world: World) -> int:
     back; and if the metrics are not those of its steps.
     """
     saved = Checkpoint.latest(run, world)
-    shown = RunFolder(run).shown
+    if world.rank > 0:
+        return saved.step
+    folder = RunFolder(run)
     if saved.newer:
-        _print_on_rank0(
-            world,
-            f"{shown}/LATEST names step-{saved.step}, and newer checkpoints are "
-            f"there, up to step-{saved.newer[-1]}: the run goes on from step {saved.step} and "
-            "replaces them as it comes to them",
+        say(
+            f"{folder.shown}/LATEST names step-{saved.step}, and newer checkpoints are there, up to"
+            f" step-{saved.newer[-1]}: the run goes on from step {saved.step} and replaces them as"
+            " it comes to them"
         )
-    if world.rank == 0:
-        loss = saved.facts.get("loss")
-        if faults := faults_of_rows(RunFolder(run).metrics, saved.step, loss):
-            _print_on_rank0(world, f"{shown}/metrics.jsonl {faults}")
+    if faults := faults_of_rows(folder.metrics, saved.step, saved.facts.get("loss")):
+        say(f"{folder.shown}/metrics.jsonl {faults}")
     return saved.step
 
 
@@ -225,12 +224,6 @@ def open_stage(
     start = resume_or_build(stage, world, fingerprints, run, resume, admitted.early)
     if validator:
         validator.remember(run, world, stage.begin, start.step)
-    if world.rank == 0 and start.step == stage.begin:
-        for note in corpus_notes(config, batches.cache):
-            _print_on_rank0(world, f"note: {note}")
-    if world.rank == 0 and batches.learned_share < 1:
-        share = f"{batches.learned_share:.1%} of the tokens are learned"
-        _print_on_rank0(world, f"{share}; longshift data CONFIG shows which")
     if resume and world.rank == 0:
         adopt(RunFolder(run), stage.run)
 
@@ -238,6 +231,7 @@ def open_stage(
     player = build_player(config, world, start.state, run)
     kernel = ChosenKernel.of(player.kernel, world.device)
     if world.rank == 0:
+        _tell_data(batches, config, is_first=start.step == stage.begin)
         _tell_changes(player, kernel, start, config)
 
     # 4. Build what accompanies the steps: predictions, the trace, batches ahead, checkpoints.
@@ -265,6 +259,16 @@ def open_stage(
             first_step=start.step + 1,
             last_step=last_step,
         )
+
+
+def _tell_data(batches: Batches, config: Config, is_first: bool) -> None:
+    """Tell the person which tokens are learned; where the stage begins, also what of its documents
+    training does not learn."""
+    for note in corpus_notes(config, batches.cache) if is_first else ():
+        say(f"note: {note}")
+    if batches.learned_share < 1:
+        share = f"{batches.learned_share:.1%} of the tokens are learned"
+        say(f"{share}; longshift data CONFIG shows which")
 
 
 def _tell_changes(player: Player, kernel: ChosenKernel, start: StageStart, config: Config) -> None:
@@ -421,9 +425,3 @@ class StageRun:
             )
         facts = facts_of(self.config, self.state, self.fingerprints, self.kernel, metrics.loss)
         self.saver.save(step, self.state.optimizer, facts, self.best_step, last=is_last)
-
-
-def _print_on_rank0(world: World, line: str) -> None:
-    """Print a line for the person at the terminal, on rank 0 alone."""
-    if world.rank == 0:
-        say(line)

@@ -13,6 +13,8 @@ goes on with     train.lr 1e-3  steps 200  layout dp2
 """
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -160,13 +162,9 @@ def _shown_value(value: Any) -> str:
 
 
 def _override(key: str, value: Any) -> str:
-    text = json.dumps(value)
-    if isinstance(value, str):
-        letters = value.replace(".", "").replace("-", "").replace("/", "")
-        text = value if letters.isalnum() else text
-    # A shell takes it as it stands, or in quotes.
-    is_plain = text.isascii() and " " not in text and '"' not in text
-    return f"{key}={text}" if is_plain else f"'{key}={text}'"
+    """The override as a shell takes it. A plain word is no other YAML without quotes."""
+    is_plain = isinstance(value, str) and re.fullmatch(r"[./-]*\w[\w./-]*", value, re.ASCII)
+    return shlex.quote(f"{key}={value if is_plain else json.dumps(value)}")
 
 
 def fit_ranks(config: Config, devices: int) -> Config:

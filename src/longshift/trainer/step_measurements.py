@@ -83,8 +83,7 @@ def read_measurements(run: Path, config: Config) -> list[StepMeasurement]:
     usable = [
         row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors
     ]
-    indices = np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int)
-    selected = [usable[i] for i in sorted({*indices.tolist()})]
+    selected = _evenly_chosen(usable, MOST)
 
     # 2. Read their documents.
     _, cache = open_corpus(config, verify=False)
@@ -104,6 +103,12 @@ def read_measurements(run: Path, config: Config) -> list[StepMeasurement]:
             " them under its config"
         )
     return steps
+
+
+def _evenly_chosen(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the items, from the first to the last."""
+    places = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
+    return [items[place] for place in places]
 
 
 @dataclass(frozen=True)
@@ -183,10 +188,7 @@ def fit_measurements(
     play({})
     expected_s = (time.monotonic() - began_s) * PLAYS
     if expected_s > LONGEST_S:
-        number = max(LEAST, int(len(steps) * LONGEST_S / expected_s))
-        steps = [
-            steps[place] for place in np.linspace(0, len(steps) - 1, number).round().astype(int)
-        ]
+        steps = _evenly_chosen(steps, max(LEAST, int(len(steps) * LONGEST_S / expected_s)))
     tell(f"playing {len(steps)} steps on the clock takes about {min(expected_s, LONGEST_S):.0f} s")
     fit = by_steps(play, np.array([step.seconds for step in steps]))
     errors = tuple(fit.held_back.tolist())
