@@ -73,12 +73,13 @@ TRUTH = "truth.safetensors"  # a file of a check
 
 @dataclass(frozen=True)
 class SmallRun:
-    """A run made small. `config`: of the run as it is; `longest`: tokens of the longest small
-    document; `edges`, `packs`: of the groups, from short documents to long; `replicas` of a layout,
-    and `micros` of each, at the most; `spec`: the model with its windows, and blocks of rows of
-    logits, in proportion."""
+    """A run made small. `config`: of the run as it is; `ways`: to compute it; `longest`: tokens of
+    the longest small document; `edges`, `packs`: of the groups, from short documents to long;
+    `replicas` of a layout, and `micros` of each, at the most; `spec`: the model with its windows,
+    and blocks of rows of logits, in proportion."""
 
     config: Config
+    ways: Ways
     longest: int
     edges: tuple[int, ...]
     packs: tuple[int, ...]
@@ -114,6 +115,7 @@ class SmallRun:
 
         small = cls(
             config=config,
+            ways=ways,
             longest=longest,
             edges=(*edges[1:], longest),
             packs=(*packs, 2 * longest),
@@ -121,7 +123,7 @@ class SmallRun:
             micros=micros,
             spec=spec,
         )
-        loss_rows = min(small._loss_rows(ways), default=spec.loss_rows)
+        loss_rows = min(small._loss_rows(), default=spec.loss_rows)
         return replace(small, spec=replace(spec, loss_rows=loss_rows))
 
     def groups(self, way: Sequence[Layout]) -> list[Edge]:
@@ -133,10 +135,10 @@ class SmallRun:
             Edge(upto, _in_proportion(layout, share, upto), pack) for upto, layout, pack in small
         ]
 
-    def _loss_rows(self, ways: Ways) -> Iterator[int]:
+    def _loss_rows(self) -> Iterator[int]:
         """For each group whose loss the run computes in several blocks of rows: how many rows make
         a few blocks here."""
-        for way in ways:
+        for way in self.ways:
             run_edges = self.config.edges[-len(way) :]
             for layout, edge, group in zip(way, run_edges, self.groups(way)):
                 run_rows = (layout.chunk or edge.pack) // layout.sequence
@@ -239,12 +241,13 @@ def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> LayoutC
     in processes on this machine: the reference on its CPU, the ways on devices of this type. What
     waits on disk does so in stream.folder, where that is given. Raises LongshiftError,
     OutOfMemoryError where there is no room for it."""
-    for config, ways in stages:
-        _make_room(SmallRun.of(config, ways), ways, device)
+    small_runs = [SmallRun.of(config, ways) for config, ways in stages]
+    for small in small_runs:
+        _make_room(small, device)
     references = []
     rows: list[CheckedLayout] = []
-    for number, (config, ways) in enumerate(stages, 1):
-        reference, differences = _check_stage(config, ways, device)
+    for number, small in enumerate(small_runs, 1):
+        reference, differences = _check_stage(small, device)
         references.append(reference)
         rows += [CheckedLayout(stage=number, **row) for row in differences]
 
@@ -270,22 +273,19 @@ def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> LayoutC
     )
 
 
-def _check_stage(
-    config: Config, ways: Ways, device: str
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _check_stage(small: SmallRun, device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `write_reference` says of a stage, and a row for each way."""
-    small = SmallRun.of(config, ways)
-    worlds = [local_world(way[0].world, device, device) for way in ways]
+    worlds = [local_world(way[0].world, device, device) for way in small.ways]
     with temporary_folder() as scratch:
         run = {
-            "config": config.to_yaml(),
-            "ways": [[str(layout) for layout in way] for way in ways],
+            "config": small.config.to_yaml(),
+            "ways": [[str(layout) for layout in way] for way in small.ways],
             "scratch": str(scratch),
         }
         with local_world(1, "cpu", device) as alone:
             (reference,) = alone.call(f"{__name__}:write_reference", DEADLINE_S, **run)
         rows = []
-        for number, (way, ranks) in enumerate(zip(ways, worlds)):
+        for number, (way, ranks) in enumerate(zip(small.ways, worlds)):
             with ranks as world:
                 # All ranks have the same answer.
                 answer, *_ = world.call(f"{__name__}:compare", DEADLINE_S, **run, number=number)
@@ -343,12 +343,12 @@ def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
     return replace(layout, chunk=max(layout.sequence, chunk))
 
 
-def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
+def _make_room(small: SmallRun, device: str) -> None:
     """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the
     ranks of a way have together."""
     on_cpu: dict[str, Sequence[Layout]] = {"one process": [Layout()]}
     if device == "cpu":
-        on_cpu |= {_join_names(way): way for way in ways}
+        on_cpu |= {_join_names(way): way for way in small.ways}
     free = host_memory()[1]
     for name, way in on_cpu.items():
         shape = shape_of(small.run(small.groups(way)))
@@ -363,9 +363,9 @@ def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
             )
 
 
-def _parse(config: str, ways: Sequence[Sequence[str]]) -> tuple[SmallRun, list[list[Layout]]]:
+def _parse(config: str, ways: Sequence[Sequence[str]]) -> SmallRun:
     layouts = [[Layout.parse(word) for word in way] for way in ways]
-    return SmallRun.of(parse_config(config), layouts), layouts
+    return SmallRun.of(parse_config(config), layouts)
 
 
 def write_reference(
@@ -374,7 +374,7 @@ def write_reference(
     """Write the truth of the steps of a run made small into the folder `scratch`. Returns documents
     and tokens of a step, the loss of the last, and how many labels of the run's own documents are
     wrong."""
-    small, _ = _parse(config, ways)
+    small = _parse(config, ways)
     batches, _ = open_data(small.config, world)
     case = small.case(batches)
     reference = Reference(case)
@@ -396,9 +396,9 @@ def compare(
 ) -> dict[str, Any]:
     """Differences of a way to the truth in `scratch`, and how many of some target positions see
     what they must not; collective."""
-    small, layouts = _parse(config, ways)
+    small = _parse(config, ways)
     case = small.case(open_data(small.config, world)[0])
-    groups = small.groups(layouts[number])
+    groups = small.groups(small.ways[number])
 
     # 1. Train the steps beside the truth.
     state, player = small.build(groups, world, Path(scratch))
