@@ -154,13 +154,14 @@ def prompt_release() -> Iterator[None]:
         yield
 
 
+@dataclass
 class _PromptWork:
-    """A work that ends when nothing of it is left."""
+    """A work that ends when nothing of it is left. `counts`: references to its `tensors` before it
+    began."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], counts: tuple[int, ...]):
-        self.work = work
-        self.tensors = tensors
-        self.counts = counts
+    work: dist.Work | None
+    tensors: tuple[Tensor, ...]
+    counts: tuple[int, ...]
 
     def wait(self) -> None:
         if self.work is not None:

@@ -17,10 +17,9 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from longshift.config import Config
 from longshift.config_file import load_config
@@ -174,35 +173,30 @@ def fit_ranks(config: Config, devices: int) -> Config:
         return config.with_layout(AutoLayout(devices, config.layout.fixed).to_json())
     if config.world == devices:
         return config
-    for change in _changes(config, devices):
-        changed = _changed(config, change)
-        if changed is not None:
+    for ranks in range(devices, 0, -1):
+        if changed := _changed(config, partial(_with_replicas, ranks=ranks)):
             return changed
+    if changed := _changed(config, partial(_nearest, config=config, devices=devices)):
+        return changed
     raise UsageError(
         f"layout {config.model_dump(mode='json')['layout']}: no layout like it is possible on"
         f" {devices} devices"
     )
 
 
-def _changes(config: Config, devices: int) -> Iterator[Change]:
-    """Ways to change every layout of a run, the first one first."""
-    for ranks in range(devices, 0, -1):
-        yield lambda layout, ranks=ranks: _with_replicas(layout, ranks)
-    yield lambda layout: next(
-        (near for near in legal.nearest_layouts(layout, devices) if _is_legal(config, near)), None
-    )
+def _nearest(layout: Layout, config: Config, devices: int) -> Layout | None:
+    """The nearest layout of so many ranks that all stages of the run may have."""
+    for near in legal.nearest_layouts(layout, devices):
+        faults = (legal.faults(part.spec, near, None, float8=part.float8) for part in config.parts)
+        if not any(faults):
+            return near
+    return None
 
 
 def _with_replicas(layout: Layout, ranks: int) -> Layout | None:
     """The layout with as many replicas as have so many ranks together; None where they do not."""
     replicas, rest = divmod(ranks * layout.dp, layout.world)
     return layout.with_degrees({"dp": replicas}) if replicas and not rest else None
-
-
-def _is_legal(config: Config, layout: Layout) -> bool:
-    return not any(
-        legal.faults(part.spec, layout, None, float8=part.float8) for part in config.parts
-    )
 
 
 def _changed(config: Config, change: Change) -> Config | None:
@@ -216,7 +210,7 @@ def _changed(config: Config, change: Change) -> Config | None:
         changed = Config.model_validate(values)
         for part in changed.parts:
             part.check_layouts()
-    except (UsageError, ValidationError, ValueError):
+    except (UsageError, ValueError):  # a layout, or the config with it
         return None
     return changed
 
