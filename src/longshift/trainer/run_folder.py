@@ -85,10 +85,8 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """The path as a person would type it from here."""
-        return shlex.quote(
-            os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)
-        )
+        """The path as a person would type it from here, in a shell."""
+        return shlex.quote(shown_path(self.path))
 
     @property
     def export_command(self) -> str:
@@ -121,6 +119,11 @@ class RunFolder:
         )
         step = name.removeprefix("step-")
         return int(step) if step.isdecimal() else 0
+
+
+def shown_path(path: Path) -> str:
+    """A path as a person would write it from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def prepare(config: Config, resume: bool, rank: int = 0, alone: bool = True) -> RunFolder:
