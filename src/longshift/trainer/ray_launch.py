@@ -176,25 +176,26 @@ def connect(
     """The devices of the Ray cluster at an address, of which `asked` are used, or as many as the
     layout has ranks. Without an address, of a cluster that is started on this machine, with cores
     for so many `ranks`, and ends with the block. Raises UsageError."""
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     with temporary_folder() as folder:
         if address is None:
             check_room(ranks, crowded)
-            size = {"num_cpus": max(ranks, core_count()), "object_store_memory": OBJECT_STORE_BYTES}
-            try:
-                ray.init("local", **size, include_dashboard=False, _temp_dir=str(folder), **quiet)
-            except (OSError, ConnectionError, ValueError, RuntimeError) as fault:
-                raise UsageError(
+            options |= {
+                "num_cpus": max(ranks, core_count()),
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "_temp_dir": str(folder),
+            }
+        try:
+            ray.init(address or "local", **options)
+        except (OSError, ValueError, RuntimeError) as fault:
+            reason = f"no Ray cluster answers at RAY_ADDRESS={address}: {fault}"
+            if address is None:
+                reason = (
                     f"Ray cannot start on this machine: {fault}; its sockets need a short TMPDIR,"
                     " such as /tmp"
-                ) from fault
-        else:
-            try:
-                ray.init(address, **quiet)
-            except (ConnectionError, ValueError, RuntimeError) as fault:
-                raise UsageError(
-                    f"no Ray cluster answers at RAY_ADDRESS={address}: {fault}"
-                ) from None
+                )
+            raise UsageError(reason) from fault
         try:
             yield RayDevices(asked)
         finally:
