@@ -27,7 +27,7 @@ from longshift.errors import UsageError, shown
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import AUTO, Layout
-from longshift.trainer.plan_file import read
+from longshift.trainer.plan_file import PlanFile, read
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.groups import Edge
 
@@ -79,15 +79,14 @@ def _compare(
 ) -> tuple[Config, dict[str, tuple[Any, Any]]]:
     """The run's config with overrides, and in what `given` differs from it."""
     run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
-    given, run = with_its_plan(given, run, folder.path)
+    given, run = with_its_plan(given, run, read(folder.path))
     return run, changes(run, given)
 
 
-def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Config]:
+def with_its_plan(given: Config, run: Config, plan: PlanFile | None) -> tuple[Config, Config]:
     """Both configs, with one layout and home where the run's are what `auto` of the given one
-    became: of chunks, or of the plan in the folder, which the run goes on with."""
+    became: of chunks, or of the run's plan, which it goes on with."""
     request = given.layout
-    plan = read(folder)
 
     # 1. `layout: auto` stands for a choice of the plan, and `home: auto` for the plan's home.
     if isinstance(request, AutoLayout):
@@ -96,9 +95,9 @@ def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Con
             plan is not None
             and plan.asked == request.to_json()
             and run_values["layout"] in plan.choices
+            and plan.home == (run_values["home"]["at"] if given.home.at.auto else None)
         )
-        run_home = run_values["home"]["at"] if given.home.at.auto else None
-        if not is_planned or (plan.home if plan else None) != run_home:
+        if not is_planned:
             return given, run
         home = run.home
         if given.home.at.auto:
