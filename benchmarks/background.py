@@ -25,8 +25,8 @@ from longshift.layout.layout import Layout
 from longshift.state.saver import Saver
 from longshift.step.player import Player
 from longshift.step.update import State, not_finite, train_step
-from longshift.trainer.batch_prefetch import BatchPrefetcher
 from longshift.trainer.build_run import build_player, build_state, open_data
+from longshift.trainer.loop import BatchPrefetcher
 
 EVERY = 2
 SCHEMES = {  # when batches are drawn, when checkpoints are written

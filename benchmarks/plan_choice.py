@@ -15,7 +15,7 @@ memory    Peak of the fullest rank beyond what it began with in two first steps,
           the C library's heap decide nothing; packs of the second are as large as packs get (`fullest`). And the ledger's bytes with what
           the three calibrating ways had besides.
 budgets   The ways that the planner would try for a budget, its best single layout and its best by context parallelism alone are
-          trained. Even rounds say which of them goes on, as in a run (`trainer.trial_ranking`), and which single layout was the fastest
+          trained. Even rounds say which of them goes on, as in a run (`trainer.plan_file`), and which single layout was the fastest
           of all that are trained and whose tensors fit. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single layout
           over those of that way, and `auto_over_context_parallel`; and the most that `auto_over_best_static` could be, `at_most`: seconds
           of that single layout over those of the fastest way of all, whatever memory it takes. `--judge REPORT` judges the rounds of an
@@ -51,7 +51,7 @@ from longshift.spec import families
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.step_report import on_cluster
-from longshift.trainer.trial_ranking import TrialResult, fastest_trial
+from longshift.trainer.plan_file import TrialResult, fastest_trial
 from longshift.workload.groups import Edge
 from longshift.workload.length_file import Lengths, read_lengths
 

@@ -158,7 +158,7 @@ def check_memory(config: Config | str | Path, *overrides: str) -> MemoryCheck:
     # Made here, where a progress bar can be shown, before ranks read them.
     open_tokens(run, verify=False)
     from longshift.dist.world import own_device
-    from longshift.trainer.check_run import timeline
+    from longshift.trainer.step_trace import timeline
 
     return timeline(run, own_device().type)
 

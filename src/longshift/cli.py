@@ -174,8 +174,7 @@ def worker(
     run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False
 ) -> None:
     """One rank that `train` started. It ends with the process that started it."""
-    from longshift.dist.launcher import launcher_pid
-    from longshift.dist.parent import end_with_parent
+    from longshift.dist.launcher import end_with_parent, launcher_pid
     from longshift.trainer.interrupt import Interrupt
 
     # Before the imports below, which take a second.

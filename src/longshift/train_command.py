@@ -25,19 +25,17 @@ from longshift.cluster.host import core_count, forks_ranks
 from longshift.command_results import print_result
 from longshift.config import Config
 from longshift.config_file import load_config
-from longshift.dist.launcher import describe_place, place, ranks_per_node
-from longshift.dist.parent import call_this_process
+from longshift.dist.launcher import call_this_process, describe_place, place, ranks_per_node
 from longshift.dist.ranks import Seed
 from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
 from longshift.stream.trace import writable
 from longshift.terminal import read_or_not, say, silent
 from longshift.trainer.display import Display
-from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.header import Header
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.resume_config import resume_config
+from longshift.trainer.resume_config import fit_ranks, resume_config
 from longshift.trainer.run_folder import RunFolder, prepare, read_asked, summarize_run, write_cause
 from longshift.workload.length_file import Lengths
 
@@ -145,6 +143,7 @@ class TrainCommand:
 
         planned, plan = resolve_layout(
             run,
+            run.layout,
             api.this_machine,
             lambda: Lengths.from_array(api.open_tokens(run).lengths),
             say,
@@ -260,7 +259,6 @@ def work(
     from longshift.trainer.launch import rank_error, tell
 
     try:
-        _joined = folder.joined()  # open until this process ends
         _run_rank(read_asked(folder.path), folder, rank, resume, json, stop, trace)
         leave(0)
     except Exception as fault:

@@ -28,11 +28,10 @@ from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.state import checkpoint
 from longshift.state.manifest import render, sealed
 from longshift.trainer import loop
-from longshift.trainer.build_run import resume_or_build
+from longshift.trainer.build_run import resume_or_build, stages_of
 from longshift.trainer.facts import Facts, Fingerprints
 from longshift.trainer.resume_config import resume_config
 from longshift.trainer.run_folder import RunFolder, adopt
-from longshift.trainer.stages import stages_of
 from longshift.trainer.step_trace import StepTrace
 
 STEPS, FILE_BYTES = 3, 20_000

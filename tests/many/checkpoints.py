@@ -43,7 +43,8 @@ from longshift.state.transfer import Transfer
 from longshift.step import player as player_module
 from longshift.step.update import State, train_step
 from longshift.trainer import corpus, loop
-from longshift.trainer.stages import stages_of
+from longshift.trainer.build_run import stages_of
+from longshift.trainer.facts import Facts
 from longshift.trainer.step_trace import StepTrace
 from longshift.weigh.state_memory import saved_bytes
 
@@ -104,8 +105,8 @@ def load_counted(world: World, config: str) -> dict[str, Any]:
     opened = counted("opened", checkpoint.safe_open, lambda path: path.name)
     read = counted("read", Checkpoint.read, lambda _, kind, name, box: f"{kind}|{name}|{box}")
     parsed = counted("parsed", Box.parse, lambda text: text)
-    facts = counted("facts", loop.Facts.of, lambda saved: str(saved.step))
-    patches = (checkpoint, "safe_open", opened), (Checkpoint, "read", read), (checkpoint.Box, "parse", parsed), (loop.Facts, "of", facts)
+    facts = counted("facts", Facts.of, lambda saved: str(saved.step))
+    patches = (checkpoint, "safe_open", opened), (Checkpoint, "read", read), (checkpoint.Box, "parse", parsed), (Facts, "of", facts)
     with ExitStack() as stack:
         for place, name, call in patches:
             stack.enter_context(patch.object(place, name, call))

@@ -12,12 +12,14 @@ from forked import Worlds
 
 from longshift import cli
 from longshift.config_file import parse_config
+from longshift.dist import fork
 from longshift.dist.fork import SpawnedWorld
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.layout.layout import Layout
 from longshift.spec.families import preset, to_hugging_face
-from longshift.trainer import check_run
+from longshift.trainer import check as trainer_check
+from longshift.trainer import check_run, step_trace
 from longshift.trainer.check_run import (
     CHUNKS,
     LEAST,
@@ -26,9 +28,9 @@ from longshift.trainer.check_run import (
     _in_proportion,
     check,
     not_exercised,
-    timeline,
     write_reference,
 )
+from longshift.trainer.step_trace import timeline
 from longshift.workload.groups import length_groups
 
 CONFIG = """
@@ -59,7 +61,7 @@ def run_check(place, monkeypatch, capsys) -> Callable[..., tuple[dict, str]]:
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(check_run, "LONGEST", 32)
-    monkeypatch.setattr(check_run, "PROBES", 2)
+    monkeypatch.setattr(trainer_check, "PROBES", 2)
 
     def run(*arguments: str) -> tuple[dict, str]:
         monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--json", *arguments])
@@ -199,7 +201,7 @@ def checked(place, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(check_run, "LONGEST", 32)
-    monkeypatch.setattr(check_run, "PROBES", 1)
+    monkeypatch.setattr(trainer_check, "PROBES", 1)
 
     def run(against: str, *overrides: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", against, *overrides])
@@ -227,7 +229,7 @@ def test_without_a_mistake_it_passes(checked, how):
 
 def test_a_model_without_room_is_refused_before_it_starts(place, monkeypatch):
     config = CONFIG.format(place=place, max_len=512).replace("tiny-llama", "llama-3-70b")
-    monkeypatch.setattr(check_run, "ForkedWorld", None)
+    monkeypatch.setattr(fork, "ForkedWorld", None)
     with pytest.raises(OutOfMemoryError, match=r"one process needs \d{4}\.\d GiB for tensors, and "):
         check([(parse_config(config), [[Layout.parse("tp2")]])])
 
@@ -243,8 +245,8 @@ def test_a_step_is_recorded_beside_what_was_predicted_of_it(run_check, layout):
 
 def test_bytes_that_nobody_predicted_are_told(place, monkeypatch):
     """A rank keeps 64 MiB more than its program says."""
-    kept, native = [], check_run.build_player
-    monkeypatch.setattr(check_run, "build_player", lambda *how: kept.append(torch.empty(1 << 26, dtype=torch.uint8)) or native(*how))
+    kept, native = [], step_trace.build_player
+    monkeypatch.setattr(step_trace, "build_player", lambda *how: kept.append(torch.empty(1 << 26, dtype=torch.uint8)) or native(*how))
     found = timeline(parse_config(CONFIG.format(place=place, max_len=512)))
     assert not found.within
     assert found.ranks[0].ratio > 1
@@ -270,8 +272,8 @@ asked: list[tuple[int, str]] = []
 
 def test_with_a_gpu_ranks_are_spawned_and_the_reference_is_not_on_it(place, monkeypatch):
     asked.clear()
-    monkeypatch.setattr(check_run, "SpawnedWorld", OnCpu)
-    monkeypatch.setattr(check_run, "ForkedWorld", None)
+    monkeypatch.setattr(fork, "SpawnedWorld", OnCpu)
+    monkeypatch.setattr(fork, "ForkedWorld", None)
     found = check([(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout.parse("dp2")]])], "cuda")
     assert sorted(asked) == [(1, "cpu"), (2, "cuda")]
     assert (found.loss < 1e-12, found.grad < 1e-12, found.leaked_positions, found.passed) == (True, True, 0, True)

@@ -26,11 +26,11 @@ from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import DataError, LongshiftError, NonFiniteError, OutOfMemoryError, PeerError, UsageError
 from longshift.trainer import launch as launcher
 from longshift.trainer import loop
+from longshift.trainer.build_run import stages_of
 from longshift.trainer.interrupt import ENDING
 from longshift.trainer.launch import launch, rank_error
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.run_folder import Cause, RunFolder, as_error, read_causes, root_cause, write_cause
-from longshift.trainer.stages import stages_of
 from longshift.trainer.step_trace import StepTrace
 
 CONFIG = """
@@ -319,7 +319,7 @@ def free_port() -> int:
 
 
 def cause(rank: int, kind: str, time_s: float, trace: str = "") -> Cause:
-    return Cause(rank=rank, kind=kind, message=f"{kind} of {rank}", exit_code=1, time_s=time_s, trace=trace)
+    return Cause(rank=rank, kind=kind, message=f"{kind} of {rank}", time_s=time_s, trace=trace)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from longshift.layout.layout import Layout
 from longshift.planner.search import MAX_TRIALS, NEAR
 from longshift.simulate.calibrate import BAND, ERROR, band_of_errors
 from longshift.trainer.metrics import read_rows
-from longshift.trainer.plan_file import PlanFile, place
-from longshift.trainer.step_forecast import RECENT
-from longshift.trainer.trial_ranking import fastest_trial
+from longshift.trainer.plan_file import PlanFile, fastest_trial, place
+from longshift.trainer.step_measurements import RECENT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = """\

@@ -22,8 +22,8 @@ from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerErro
 from longshift.layout.box import Box
 from longshift.state.checkpoint import Checkpoint
 from longshift.step_report import layout_text
-from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.metrics import read_rows
+from longshift.trainer.resume_config import fit_ranks
 from longshift.trainer.run_folder import Cause, RunFolder
 
 STEPS = 12
@@ -198,8 +198,7 @@ class Devices:
 
 
 def cause_of(error: Exception, rank: int = 0) -> Cause:
-    code = error.exit_code if isinstance(error, LongshiftError) else 1
-    return Cause(rank=rank, kind=type(error).__name__, message=str(error), exit_code=code, time_s=0.0)
+    return Cause(rank=rank, kind=type(error).__name__, message=str(error))
 
 
 LOST = cause_of(PeerError("rank 1 was lost"), 1)

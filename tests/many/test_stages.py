@@ -11,8 +11,8 @@ import longshift as ls
 from longshift.config_file import parse_config
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import CheckpointError, UsageError
+from longshift.trainer.build_run import stages_of
 from longshift.trainer.metrics import read_rows
-from longshift.trainer.stages import stages_of
 
 CONFIG = """
 model: {{preset: tiny-llama}}

@@ -17,9 +17,9 @@ from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
 from longshift.trainer import loop
+from longshift.trainer.build_run import stages_of
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.run_folder import prepare, read_config
-from longshift.trainer.stages import stages_of
 from longshift.trainer.step_callback import StepCallback
 from longshift.trainer.step_trace import StepTrace
 

@@ -20,8 +20,7 @@ from longshift.errors import UsageError
 from longshift.trainer import step_measurements as trainer_measured
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.metrics import MetricsLog, StepMetrics
-from longshift.trainer.step_forecast import StepForecast
-from longshift.trainer.step_measurements import LEAST, MOST, read_measurements
+from longshift.trainer.step_measurements import LEAST, MOST, StepForecast, read_measurements
 
 CONFIG = """
 model: {{preset: tiny-llama}}

@@ -32,9 +32,8 @@ from longshift.trainer.build_run import build_state
 from longshift.trainer.display import Display, describe, fitted
 from longshift.trainer.header import Header, data_told, layout_told, length_rows, model_told
 from longshift.trainer.metrics import GroupMetrics, StepMetrics
-from longshift.trainer.plan_file import PlanFile
+from longshift.trainer.plan_file import PlanFile, TrialResult
 from longshift.trainer.run_folder import RunFolder
-from longshift.trainer.trial_ranking import TrialResult
 from longshift.weigh.needs import largest_need, memory_needs
 from longshift.weigh.state_memory import saved_bytes
 

@@ -8,6 +8,7 @@ import pytest
 
 from longshift.cluster.files import cluster
 from longshift.config import Config
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import HomeTiers
 from longshift.step_report import layout_text
 from longshift.trainer.auto_plan import resolve_layout
@@ -44,8 +45,7 @@ def test_a_chosen_home_is_kept_with_the_layouts(tmp_path: Path):
 
     def ask(config: Config) -> tuple[Config, PlanFile]:
         said.clear()
-        found, file = resolve_layout(config, lambda ranks: cluster("1xh100"), lambda: lengths, said.append)
-        assert file is not None
+        found, file = resolve_layout(config, AutoLayout(), lambda ranks: cluster("1xh100"), lambda: lengths, said.append)
         keep(file, tmp_path, resume=False)
         return found, file
 

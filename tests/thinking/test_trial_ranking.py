@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from longshift.trainer.trial_ranking import (
+from longshift.trainer.plan_file import (
     PREDICTION_ERROR,
     STEP_NOISE,
     TrialResult,

@@ -10,7 +10,6 @@ with a GPU are spawned.
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,6 +17,8 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from longshift import errors
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent
 from longshift.dist.world import (
     TIMEOUT,
     World,
@@ -51,7 +52,7 @@ class ForkedWorld:
     def __init__(self, size: int):
         self.size = size
         self._pids: list[int] = []
-        self._pipes: list[tuple[int, int]] = []  # per rank: (write calls here, read answers here)
+        self._pipes: list[Connection] = []  # per rank
 
     def call(self, function: str, deadline_s: float = 60.0, **arguments: object) -> list:
         """Answers, by rank, of `function` ("package.module:name"), called as function(world,
@@ -61,29 +62,22 @@ class ForkedWorld:
         answer is late."""
         if not self._pids:
             self._start()
-        line = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
-        for write, _ in self._pipes:
-            with suppress(BrokenPipeError):  # that rank has died: its answer will say so
-                os.write(write, line)
+        message = json.dumps({"function": function, "arguments": arguments}).encode()
+        for pipe in self._pipes:
+            with suppress(OSError):  # that rank has died: its answer will say so
+                pipe.send_bytes(message)
         answers: dict[int, dict] = {}
-        buffers = {read: b"" for _, read in self._pipes}
         until = time.monotonic() + deadline_s
         while len(answers) < self.size:
-            waiting = {
-                read: rank for rank, (_, read) in enumerate(self._pipes) if rank not in answers
-            }
-            ready, _, _ = select.select(list(waiting), [], [], max(0.0, until - time.monotonic()))
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
                 break
-            for read in ready:
-                data = os.read(read, 1 << 20)
-                buffers[read] += data
-                if not data:
-                    answers[waiting[read]] = {"error": "died", "cause": 0}
-                elif data.endswith(b"\n"):
-                    answers[waiting[read]] = json.loads(buffers[read])
-                if "error" in answers.get(waiting[read], {}):
-                    until = min(until, time.monotonic() + GRACE_S)
+            for pipe, rank in waiting.items():
+                if pipe in ready:
+                    answers[rank] = _answer(pipe)
+                    if "error" in answers[rank]:
+                        until = min(until, time.monotonic() + GRACE_S)
         failures = sorted((a["cause"], rank) for rank, a in answers.items() if "error" in a)
         if failures:
             self.close()
@@ -106,8 +100,7 @@ class ForkedWorld:
         for pid in self._pids:
             os.waitpid(pid, 0)
         for pipe in self._pipes:
-            for end in pipe:
-                os.close(end)
+            pipe.close()
         self._pids = []
         self._pipes = []
 
@@ -133,19 +126,17 @@ class ForkedWorld:
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(self.size):
-            read_calls, write_calls = os.pipe()
-            read_answers, write_answers = os.pipe()
-            self._pids.append(self._begin(rank, listener, read_calls, write_answers))
-            os.close(read_calls)
-            os.close(write_answers)
-            self._pipes.append((write_calls, read_answers))
+            pipe, rank_pipe = Pipe()
+            self._pids.append(self._begin(rank, listener, rank_pipe))
+            rank_pipe.close()
+            self._pipes.append(pipe)
         listener.close()
 
-    def _begin(self, rank: int, listener: socket.socket, calls: int, answers: int) -> int:
-        """Start a rank that reads `calls` and writes `answers`; its process id."""
+    def _begin(self, rank: int, listener: socket.socket, pipe: Connection) -> int:
+        """Start a rank that reads calls from a pipe and writes answers there; its process id."""
         pid = os.fork()
         if pid == 0:
-            _serve(self, rank, listener, calls, answers)
+            _serve(self, rank, listener, pipe)
         return pid
 
 
@@ -167,54 +158,68 @@ class SpawnedWorld(ForkedWorld):
             child.wait()  # it is gone; Popen is told
         self._children.clear()
 
-    def _begin(self, rank: int, listener: socket.socket, calls: int, answers: int) -> int:
-        arguments = (rank, self.size, self.device, listener.fileno(), calls, answers)
+    def _begin(self, rank: int, listener: socket.socket, pipe: Connection) -> int:
+        arguments = (rank, self.size, self.device, listener.fileno(), pipe.fileno())
         code = f"from longshift.dist.fork import serve_spawned; serve_spawned{arguments}"
-        child = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=arguments[-3:])
+        child = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=arguments[-2:])
         self._children.append(child)
         return child.pid
 
 
-def serve_spawned(
-    rank: int, size: int, device: str, listener: int, calls: int, answers: int
-) -> None:
+def local_world(size: int, type: str, device: str) -> ForkedWorld:
+    """Ranks on devices of a `type`: forked where the caller's `device` is the CPU, so that none of
+    its ranks uses a GPU, else spawned. Raises UsageError for more ranks than GPUs."""
+    return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, type)
+
+
+def serve_spawned(rank: int, size: int, device: str, listener: int, pipe: int) -> None:
     """Life of a spawned rank; handles are those that it was given."""
-    _serve(SpawnedWorld(size, device), rank, socket.socket(fileno=listener), calls, answers)
+    host = SpawnedWorld(size, device)
+    _serve(host, rank, socket.socket(fileno=listener), Connection(pipe))
 
 
-def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, answers: int) -> None:
+def _serve(host: ForkedWorld, rank: int, listener: socket.socket, pipe: Connection) -> None:
     """Life of a rank; never returns. It leaves by os._exit: a forked gloo world now and then hangs
     in an orderly shutdown."""
     try:
         end_with_parent(signal.SIGKILL)
         host.enter(rank)
         keep_freed_memory()
-        for pipe in host._pipes:
-            for end in pipe:
-                os.close(end)
+        for other_pipe in host._pipes:
+            other_pipe.close()
         torch.set_num_threads(1)
         device = gpu_of(rank, rank) if host.device == "cuda" else torch.device("cpu")
         world = _join(rank, host.size, listener, device)
-        with os.fdopen(calls) as lines:
-            for line in lines:
-                call = json.loads(line)
-                module, name = call["function"].split(":")
-                try:
-                    function = getattr(importlib.import_module(module), name)
-                    answer = {"value": function(world, **call["arguments"])}
-                except LongshiftError as fault:
-                    answer = {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
-                except Exception as fault:
-                    is_transport = any(word in str(fault) for word in ("gloo", "NCCL"))
-                    lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and is_transport
-                    answer = {"error": traceback.format_exc(), "cause": 2 if lost_peer else 1}
-                data = json.dumps(answer).encode() + b"\n"
-                while data:
-                    data = data[os.write(answers, data) :]
-                if "error" in answer:
-                    return  # so that peers which wait for this rank learn of it
+        answer = {}
+        # After an error it ends, so that peers which wait for this rank learn of it.
+        while "error" not in answer:
+            answer = _called(world, **json.loads(pipe.recv_bytes()))
+            pipe.send_bytes(json.dumps(answer).encode())
+    except EOFError:  # it is closed
+        pass
     finally:
         os._exit(0)
+
+
+def _called(world: World, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a function answers, or its error."""
+    module, name = function.split(":")
+    try:
+        return {"value": getattr(importlib.import_module(module), name)(world, **arguments)}
+    except LongshiftError as fault:
+        return {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
+    except Exception as fault:
+        is_transport = any(word in str(fault) for word in ("gloo", "NCCL"))
+        lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and is_transport
+        return {"error": traceback.format_exc(), "cause": 2 if lost_peer else 1}
+
+
+def _answer(pipe: Connection) -> dict[str, Any]:
+    """What a rank has answered."""
+    try:
+        return json.loads(pipe.recv_bytes())
+    except (EOFError, OSError):
+        return {"error": "died", "cause": 0}
 
 
 def _join(rank: int, size: int, listener: socket.socket, device: torch.device) -> World:

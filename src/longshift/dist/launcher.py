@@ -1,10 +1,14 @@
-"""The place among ranks that a launcher gives this process in the environment: torchrun, a job of a
-scheduler, or `longshift train`.
+"""This process and the one that started it: its place among ranks, which a launcher gives it in the
+environment (torchrun, a job of a scheduler, or `longshift train`), and its end with its parent
+(Linux).
 
-Needs no torch.
+Needs no torch: it holds before torch is imported.
 """
 
+import ctypes
 import os
+import signal
+import sys
 
 from longshift.errors import UsageError
 
@@ -57,3 +61,19 @@ def ranks_per_node(ranks: int) -> int:
             f"LOCAL_WORLD_SIZE is {text!r}: it is the number of ranks on each machine, at least 1"
         )
     return int(text)
+
+
+def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
+    """Send this process a signal when the one that started it dies, rather than run on unwatched;
+    at once where that was process `parent` and is gone already. It holds for a parent's thread: the
+    one that starts processes has to live as long as they do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), number)
+
+
+def call_this_process(name: str) -> None:
+    """Show this process under a name of at most 15 letters, in `ps -e` and `top`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME

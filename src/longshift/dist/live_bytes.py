@@ -10,7 +10,7 @@ new tensor, where without it may add in place: what is counted is never less tha
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 class HeldBytes(TorchDispatchMode):
     """Counts bytes of storages by device type: `now[device]`, and `most[device]` since `restart`.
-    Mutable. What was there before it began counts from `adopt` on. Only operations of the thread
-    that entered it are seen; a storage may end in any."""
+    Mutable. What was there before it began is not counted. Only operations of the thread that
+    entered it are seen; a storage may end in any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,19 +83,7 @@ class HeldBytes(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget what was the most: it is what there is now."""
-        self.refresh()
         self.most = Counter(self.now)
-
-    def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Count these from now on."""
-        for tensor in tensors:
-            self._see(tensor, new=True)
-
-    def refresh(self) -> None:
-        """Look again at every storage."""
-        for held in list(self._held.values()):
-            if (storage := held.storage()) is not None:
-                self._size(held, storage)
 
     def _see(self, tensor: Tensor, new: bool) -> None:
         storage = tensor.untyped_storage()
@@ -166,13 +154,14 @@ def prompt_release() -> Iterator[None]:
         yield
 
 
+@dataclass
 class _PromptWork:
-    """A work that ends when nothing of it is left."""
+    """A work that ends when nothing of it is left. `counts`: references to its `tensors` before it
+    began."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], counts: tuple[int, ...]):
-        self.work = work
-        self.tensors = tensors
-        self.counts = counts
+    work: dist.Work | None
+    tensors: tuple[Tensor, ...]
+    counts: tuple[int, ...]
 
     def wait(self) -> None:
         if self.work is not None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent
 
 ENDING_S = 5.0  # from SIGTERM to SIGKILL
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

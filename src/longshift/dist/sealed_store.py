@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from longshift.errors import PeerError
 
@@ -31,17 +31,21 @@ def new_secret() -> str:
 
 class SealedStore(Store):
     """Another store, through which values go sealed. `get` raises PeerError for a value that was
-    not sealed with this secret."""
+    not sealed with this `secret`."""
 
-    def __init__(self, store: Store, secret: str):
+    def __init__(self, store: TCPStore, secret: str):
         super().__init__()
         self._store = store
-        self._secret = bytes.fromhex(secret)
+        self.secret = secret
 
     @property
-    def plain(self) -> Store:
+    def plain(self) -> TCPStore:
         """The store below, without seals."""
         return self._store
+
+    @property
+    def port(self) -> int:
+        return self._store.port
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -84,4 +88,6 @@ class SealedStore(Store):
 
     def _seal(self, key: str, data: bytes) -> bytes:
         name = key.encode()
-        return hmac.digest(self._secret, len(name).to_bytes(8, "big") + name + data, "sha256")
+        return hmac.digest(
+            bytes.fromhex(self.secret), len(name).to_bytes(8, "big") + name + data, "sha256"
+        )

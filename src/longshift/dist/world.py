@@ -26,8 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from longshift import errors
 from longshift.cluster.host import core_count
 from longshift.dist.collectives import Group
-from longshift.dist.launcher import place
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent, place
 from longshift.dist.sealed_store import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
 
@@ -55,12 +54,16 @@ def launchers_store(timeout: timedelta) -> SealedStore | None:
     )
 
 
-def stay_on_loopback() -> None:
-    """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback
+def on_loopback() -> dict[str, str]:
+    """What the environment is to hold for the listeners of gloo and NCCL to stay on the loopback
     interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
-        "lo" if sys.platform == "linux" else "lo0"
-    )
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+
+
+def stay_on_loopback() -> None:
+    """Keep listeners of this process, and of those it starts, on the loopback interface."""
+    os.environ.update(on_loopback())
 
 
 def keep_freed_memory() -> None:

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent
 from longshift.documents.template import Chat, ChatTemplate, RenderedConversation, UnsoundTemplate
 from longshift.errors import DataError
 

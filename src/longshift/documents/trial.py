@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tokenizers
 
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent
 
 DEADLINE_S = 120.0  # of a processor: the largest tokenizers take some seconds to open
 WAITS = 20

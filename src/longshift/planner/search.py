@@ -86,7 +86,7 @@ class SearchResult:
         return None if self.best is None else self.best.seconds
 
     def trial_plans(self) -> list[PlanCandidate]:
-        """The plans to try; their steps and the clock say which goes on (`trainer.trial_ranking`).
+        """The plans to try; their steps and the clock say which goes on (`trainer.plan_file`).
 
         1. The simplest that the clock has CLOSE to the fastest; a run begins with it.
         2. The fastest, and the best single layout if neither is one.

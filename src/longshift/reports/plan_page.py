@@ -37,7 +37,7 @@ TITLES = {"matmul": "Matmul", "elementwise": "Elementwise", "copy": "Copies", "d
 def write_plan(plan: PlannedTask, file: Path) -> None:
     """Write the page. Raises UsageError where the file cannot be written."""
     cluster = plan.task.cluster
-    lines = list(plan.lines())
+    lines = plan.lines()
     sentences = [line for line in lines if not line.startswith(" ") and not line.endswith(":")]
     parts = [paragraphs(line[:1].upper() + line[1:] for line in (*_choice(plan), *sentences))]
     parts += [grid(_charts(plan)), folded("What else was compared", paragraphs(lines))]

@@ -1,12 +1,9 @@
 """The best layouts for a run's documents on a cluster, what a step takes, and why not another way:
-what `longshift plan` says and writes, and how `layout: auto` becomes layouts before the ranks
-start."""
+what `longshift plan` says and writes, and how `layout: auto` becomes layouts."""
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -50,16 +47,8 @@ TRIALS_NOTE = (
     "layout: auto trains some steps of each of these, and goes on with the fastest by these steps"
     " and the clock:"
 )
-LANES = (
-    "compute",
-    "attention",
-    *(axis.name for axis in token_axes()),
-    "gather",
-    "reduce",
-    "switch",
-    "tier in",
-    "tier out",
-)
+AXES = tuple(axis.name for axis in token_axes())
+LANES = ("compute", "attention", *AXES, "gather", "reduce", "switch", "tier in", "tier out")
 
 
 def cut(lengths: Lengths, config: Config) -> Lengths:
@@ -70,10 +59,9 @@ def cut(lengths: Lengths, config: Config) -> Lengths:
     if int(lengths.lengths[-1]) <= longest:
         return lengths
     if policy is None:
-        longest_document = f"{int(lengths.lengths[-1]):,}"
         raise UsageError(
-            f"data: documents have up to {longest_document} tokens and data.max_len is "
-            f"{format_size(longest)}; write data.overlong: split, or truncate, drop"
+            f"data: documents have up to {int(lengths.lengths[-1]):,} tokens and data.max_len is"
+            f" {format_size(longest)}; write data.overlong: split, or truncate, drop"
         )
     pieces = spans(lengths.lengths, longest, policy)
     piece_lengths = pieces.stop - pieces.start
@@ -99,7 +87,7 @@ def _coded_stages(config: Config, request: AutoLayout, world: int) -> dict[str, 
     return {"z": tuple(zero for zero in zero_stages if zero)}
 
 
-def _homes(config: Config, cluster: Cluster) -> tuple[HomeTiers, ...]:
+def _homes(cluster: Cluster) -> tuple[HomeTiers, ...]:
     """Homes that a plan may choose from. On a CPU the host is the device."""
     homes = [HomeTiers()]
     if cluster.device.kind != "cpu":
@@ -125,7 +113,6 @@ def task_of(
     config: Config,
     cluster: Cluster,
     lengths: Lengths,
-    memory_bytes: float | None = None,
     all_devices: bool = False,
 ) -> PlanTask:
     """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every
@@ -142,14 +129,13 @@ def task_of(
         precision=config.train.precision,
         world=world,
         fixed=dict(request.fixed) | _coded_stages(config, request, world),
-        memory_bytes=memory_bytes,
         switch=config.switch.options,
         moments=config.formats.moments,
         packed=config.formats.packed,
         wire=config.formats.wire,
         compile=config.train.compile,
         home=HomeTiers() if config.home.at.auto else config.home.at,
-        homes=_homes(config, cluster) if config.home.at.auto else (),
+        homes=_homes(cluster) if config.home.at.auto else (),
     )
 
 
@@ -162,11 +148,11 @@ class PlannedTask:
     choice: SearchResult
     alternatives: tuple["PlannedTask", ...] = ()
 
-    @property
-    def band(self) -> float:
-        """Relative half-width of its seconds."""
+    def _range_s(self, way: PlanCandidate) -> tuple[float, float]:
+        """The seconds between which a step of a way is expected."""
         calibration = self.task.cluster.calibration
-        return BAND if calibration is None else calibration.band
+        band = BAND if calibration is None else calibration.band
+        return way.seconds * (1 - band), way.seconds * (1 + band)
 
     def layout(self, way: PlanCandidate) -> Any:
         """A way in the form of the config's `layout`."""
@@ -177,41 +163,37 @@ class PlannedTask:
 
     def groups(self, way: PlanCandidate) -> tuple[PlannedGroup, ...]:
         """What each group of a way has and takes, of the mean step, in the order of lengths."""
-        # By a group's longest document.
-        documents = Counter[int]()
-        tokens = Counter[int]()
-        seconds = defaultdict[int, float](float)
+        documents = [0] * len(way.edges)
+        tokens = [0] * len(way.edges)
+        seconds = [0.0] * len(way.edges)
         ends = [edge.upto for edge in way.edges]
-        for step, lengths in way.steps:
-            for length in lengths:
-                end = ends[bisect_left(ends, length)]
-                documents[end] += 1
-                tokens[end] += length
-
+        for step, step_lengths in way.steps:
             # A step visits its groups one after another: one stops where the next starts.
-            starts = [0.0, *step.starts[1:]]
             stops = [*step.starts[1:], step.seconds]
-            for group, start, stop in zip(in_visiting_order(way.shape, lengths), starts, stops):
-                packs = [pack for replica in group.replicas for pack in replica]
-                longest = max(max(pack, default=1) for pack in packs)
-                seconds[ends[bisect_left(ends, longest)]] += stop - start
+            visits = in_visiting_order(way.shape, step_lengths)
+            for visit, stop, start in zip(visits, stops, [0.0, *stops]):
+                packs = [pack for replica in visit.replicas for pack in replica]
+                lengths = [length for pack in packs for length in pack]
+                index = bisect_left(ends, max(lengths))
+                documents[index] += len(lengths)
+                tokens[index] += sum(lengths)
+                seconds[index] += stop - start
         steps = len(way.steps)
         return tuple(
             PlannedGroup(
                 upto=edge.upto,
                 layout=str(edge.use),
                 pack=edge.pack,
-                documents=documents[edge.upto] / steps,
-                tokens=tokens[edge.upto] / steps,
-                seconds=seconds[edge.upto] / steps,
-                tokens_per_s=tokens[edge.upto] / seconds[edge.upto] if seconds[edge.upto] else 0.0,
+                documents=documents[index] / steps,
+                tokens=tokens[index] / steps,
+                seconds=seconds[index] / steps,
+                tokens_per_s=tokens[index] / seconds[index] if seconds[index] else 0.0,
             )
-            for edge in way.edges
+            for index, edge in enumerate(way.edges)
         )
 
-    @cached_property
-    def flops(self) -> dict[str, float]:
-        """Model FLOP of a mean step, by convention."""
+    def _mfu(self, seconds: float) -> dict[str, float]:
+        """Model FLOP/s over the devices' peak, by convention, of a mean step."""
         task = self.task
         lengths = task.lengths.lengths.astype(float)
         counts = task.lengths.counts.astype(float)
@@ -219,18 +201,16 @@ class PlannedTask:
         # Under a causal mask, half of a document's pairs of tokens attend.
         pairs = scale * float(lengths**2 @ counts) / 2
         flops = model_flops(sizes(task.spec), task.tokens_per_step, pairs, task.spec.parameters)
-        return {name: float(value) for name, value in flops.items()}
+        peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
+        shares = mfu(flops, seconds, task.world, peak)
+        return {name: float(share) for name, share in shares.items()}
 
     def result(self) -> LayoutPlan:
         """What is said of the plan, to a person and to programs."""
         task = self.task
         choice = self.choice
         best = choice.best
-        cluster = PlannedCluster(
-            name=task.cluster.name,
-            nodes=task.cluster.nodes,
-            devices_per_node=task.cluster.devices_per_node,
-        )
+        cluster = task.cluster
         homes = [
             PlannedHome(home=plan.task.home.to_json(), seconds=plan.choice.seconds)
             for plan in (self, *self.alternatives)
@@ -240,7 +220,9 @@ class PlannedTask:
             for way, lack, place in choice.short[:RIVALS]
         ]
         plan = LayoutPlan(
-            cluster=cluster,
+            cluster=PlannedCluster(
+                name=cluster.name, nodes=cluster.nodes, devices_per_node=cluster.devices_per_node
+            ),
             ranks=task.world,
             home=task.home.to_json(),
             homes=tuple(homes),
@@ -257,31 +239,25 @@ class PlannedTask:
         )
         if best is None:
             return plan
-        peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
-        flops = {name: np.asarray(value) for name, value in self.flops.items()}
-        shares = mfu(flops, best.seconds, task.world, peak)
-        return plan.model_copy(
-            update={
-                "best": self._way(best, groups=self.groups(best), lanes=self.lanes(best)),
-                "mfu": {name: float(share) for name, share in shares.items()},
-                "single": self._way(choice.single) if choice.single else None,
-                "context_parallel": (
-                    self._way(choice.context_parallel) if choice.context_parallel else None
-                ),
-                "tried": tuple(self._way(way) for way in choice.trial_plans()),
-                "rivals": tuple(
-                    self._way(way, times=way.seconds / best.seconds)
-                    for way in choice.plans[1 : 1 + RIVALS]
-                ),
-            }
-        )
+        single = choice.single
+        context = choice.context_parallel
+        rivals = choice.plans[1 : 1 + RIVALS]
+        ways = {
+            "best": self._way(best, groups=self.groups(best), lanes=self.lanes(best)),
+            "single": self._way(single) if single else None,
+            "context_parallel": self._way(context) if context else None,
+            "tried": tuple(map(self._way, choice.trial_plans())),
+            "rivals": tuple(self._way(way, times=way.seconds / best.seconds) for way in rivals),
+        }
+        return plan.model_copy(update=ways | {"mfu": self._mfu(best.seconds)})
 
     def _way(self, way: PlanCandidate, **fields: Any) -> PlannedWay:
+        least_s, most_s = self._range_s(way)
         return PlannedWay(
             layout=self.layout(way),
             seconds=way.seconds,
-            least_s=way.seconds * (1 - self.band),
-            most_s=way.seconds * (1 + self.band),
+            least_s=least_s,
+            most_s=most_s,
             bytes=way.bytes,
             peak=way.peak,
             **fields,
@@ -294,14 +270,12 @@ class PlannedTask:
         }
         return {lane: seconds for lane, seconds in busy_s.items() if seconds}
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> list[str]:
         """Sentences about the choice, after the table of its groups."""
         best = self.choice.best
         if best is None:
-            yield from self._misfit_lines()
-        else:
-            yield from self._need_lines(best)
-            yield from self._comparison_lines(best)
+            return list(self._misfit_lines())
+        return [*self._need_lines(best), *self._comparison_lines(best)]
 
     def _misfit_lines(self) -> Iterator[str]:
         """Sentences where no layout fits."""
@@ -311,7 +285,8 @@ class PlannedTask:
         homes = f", with home: {task.home}, nor with {alternatives}" if alternatives else ""
         yield f"nothing fits in {_gib(task.budget_bytes)} a device{limits}{homes}"
         for way, lack, memory in self.choice.short[:RIVALS]:
-            yield f"  {way}: {_short(lack, memory)}" + f", at {way.peak}" * (memory == "device")
+            peak = f", at {way.peak}" if memory == "device" else ""
+            yield f"  {way}: {_short(lack, memory)}{peak}"
         lacks_host = any(memory == "host" for _, _, memory in self.choice.short)
         if lacks_host and "host" in task.home.tiers:
             yield "home: disk, or a part of it, keeps less in host memory"
@@ -320,13 +295,11 @@ class PlannedTask:
     def _need_lines(self, best: PlanCandidate) -> Iterator[str]:
         """Sentences about the seconds and the memory of the best way."""
         task = self.task
-        min_s = best.seconds * (1 - self.band)
-        max_s = best.seconds * (1 + self.band)
+        min_s, max_s = self._range_s(best)
         calibration = task.cluster.calibration
         source = f", calibrated by {len(calibration.errors)} steps" if calibration else ""
-        yield (
-            f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g}), on the clock{source}"
-        )
+        step = f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g})"
+        yield f"{step}, on the clock{source}"
         device_bytes = best.bytes["device"]
         spare = task.budget_bytes - device_bytes
         yield f"a device needs {_gib(device_bytes)}: {_gib(spare)} left; most at {best.peak}"
@@ -341,25 +314,17 @@ class PlannedTask:
     def _comparison_lines(self, best: PlanCandidate) -> Iterator[str]:
         """Sentences about other homes and other ways, beside the best."""
         choice = self.choice
-        home = self.task.home
         for plan in self.alternatives:
             seconds = plan.choice.seconds
-            outcome = "nothing fits"
-            if seconds is not None:
-                outcome = f"a step takes {seconds / best.seconds:.2f} times as long"
-            yield f"home: {home}; with home: {plan.task.home} {outcome}"
+            outcome = f"a step {_times(seconds / best.seconds)}" if seconds else "nothing fits"
+            yield f"home: {self.task.home}; with home: {plan.task.home} {outcome}"
         single = choice.single
         context = choice.context_parallel
         if single is not None and single is not best:
-            yield (
-                f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times"
-                " as long"
-            )
+            yield f"the best single layout, {single}, {_times(single.seconds / best.seconds)}"
         if context is not None and context not in (best, single):
-            times = context.seconds / best.seconds
-            yield (
-                f"the best by context parallelism alone, {context}, takes {times:.2f} times as long"
-            )
+            times = _times(context.seconds / best.seconds)
+            yield f"the best by context parallelism alone, {context}, {times}"
         for way in choice.plans[1 : 1 + RIVALS]:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
         for way, lack, memory in choice.short[:RIVALS]:
@@ -378,6 +343,10 @@ class PlannedTask:
 
 def _short(lack: float, place: str) -> str:
     return f"{_gib(lack)} {'' if place == 'device' else f'of {place} '}short"
+
+
+def _times(ratio: float) -> str:
+    return f"takes {ratio:.2f} times as long"
 
 
 def _gib(size: float) -> str:
@@ -405,24 +374,23 @@ def plan(task: PlanTask, tell: Callable[[str], None] = lambda line: None) -> Pla
 
 
 def resolve_layout(
-    config: Config, cluster: Callable[[int], Cluster], lengths: Callable[[], Lengths], tell: Tell
-) -> tuple[Config, PlanFile | None]:
-    """The config with `layout: auto` chosen, and the plan that is kept in the run's folder. A run
-    that has a plan for what is asked goes on with it. `cluster`: this machine, for a number of
-    ranks; `lengths`: of the run's corpus. Raises OutOfMemoryError where nothing fits."""
-    request = config.layout
-    if not isinstance(request, AutoLayout):
-        return config, None
-
+    config: Config,
+    request: AutoLayout,
+    cluster: Callable[[int], Cluster],
+    lengths: Callable[[], Lengths],
+    tell: Tell,
+) -> tuple[Config, PlanFile]:
+    """The config with its `layout: auto`, the `request`, chosen before ranks start, and the plan
+    that is kept in the run's folder. A run that has a plan for what is asked goes on with it.
+    `cluster`: this machine, for a number of ranks; `lengths`: of the run's corpus. Raises
+    OutOfMemoryError where nothing fits."""
     # 1. Keep the plan that the run has, if it answers the same request.
     run = Path(config.save.dir)
     saved = read(run)
-    if saved is not None:
-        is_same_layout = saved.asked == request.to_json()
-        is_same_home = (saved.home is not None) == config.home.at.auto
-        if is_same_layout and is_same_home:
-            tell(f"layout: auto: as {place(run)} says")
-            return saved.config(config), saved
+    is_auto_home = config.home.at.auto
+    if saved and saved.asked == request.to_json() and (saved.home is not None) == is_auto_home:
+        tell(f"layout: auto: as {place(run)} says")
+        return saved.config(config), saved
 
     # 2. Plan.
     task = task_of(config, cluster(request.ranks or core_count()), lengths())
@@ -432,13 +400,13 @@ def resolve_layout(
 
     # 3. Take the best choice; among several, the trials decide.
     ways = result.choice.trial_plans()
-    choices = tuple(result.layout(way) for way in ways)
+    choices = tuple(map(result.layout, ways))
     file = PlanFile(
         asked=request.to_json(),
         choices=choices,
         facts=result.result().to_json(),
         chosen=None if len(choices) > 1 else 0,
-        home=result.task.home.to_json() if config.home.at.auto else None,
+        home=result.task.home.to_json() if is_auto_home else None,
     )
     if file.home is not None:
         tell(f"home: auto: {result.task.home}")
@@ -473,8 +441,8 @@ def write_trace(way: PlanCandidate, path: Path) -> None:
             name = str(piece.key[0] if isinstance(piece.key, tuple) else piece.key)
             span = Span(lane, name, start + piece.start, start + piece.end, {})
             spans.setdefault(piece.rank, []).append(span)
-    lanes = (*LANES, "messages")
     events = []
     for stage, stage_spans in sorted(spans.items()):
-        events += events_of(stage_spans, stage, f"stage {stage}, predicted", lanes, 0.0)
+        name = f"stage {stage}, predicted"
+        events += events_of(stage_spans, stage, name, [*LANES, "messages"], 0.0)
     save(path, events)

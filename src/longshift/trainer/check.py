@@ -5,18 +5,25 @@ The reference is plain PyTorch: the decoder in one process, one document at a ti
 adapters and the loss by their definitions, torch's clip and its unfused optimizer. Four things are
 compared: the loss of every step, every weight's gradient (first and last step), the weights, and
 the optimizer's moments.
+
+A leak is a loss that depends on what it must not see. For some target positions, every token after
+the position and every token of every other document is replaced; the loss at the position must stay
+as it was.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from longshift.documents.batch import StepBatch
+from longshift.documents.batch import Batches, Document, StepBatch
 from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
@@ -32,6 +39,11 @@ from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.user_code import load_object
+from longshift.workload.groups import LengthGroup
+
+PROBES = 6
+PROBED_TOKENS = 512
+PIECES = 64  # of cut documents, whose labels are compared
 
 
 @dataclass(frozen=True)
@@ -258,3 +270,86 @@ def _largest_ratio(squares: Tensor) -> float:
     difference, truth = squares
     zero_met = torch.where(difference > 0, math.inf, 0.0)
     return float(torch.where(truth > 0, difference / truth, zero_met).max().sqrt())
+
+
+def leaks(player: Player, case: Case, seed: int) -> list[bool]:
+    """For some target positions, whether their loss depends on what they must not see."""
+    documents = sorted(case.batches[0].documents, key=lambda document: len(document.ids))
+    documents = [documents[-1], *documents[:-1]]  # the longest, and short ones
+    ends = list(accumulate(len(document.ids) for document in documents))
+    documents = documents[: max(2, bisect_left(ends, PROBED_TOKENS))]
+
+    targets = [
+        (number, int(position))
+        for number, document in enumerate(documents)
+        for position in np.flatnonzero(document.labels != IGNORE)
+    ]
+    num_probes = min(PROBES, len(targets))
+    probes = [targets[i] for i in np.linspace(0, len(targets) - 1, num_probes).astype(int)]
+
+    random = np.random.default_rng(seed)
+    has_leaked = []
+    for number, position in probes:
+        original = [
+            Document(document.ids, np.full_like(document.labels, IGNORE)) for document in documents
+        ]
+        original[number].labels[position] = documents[number].labels[position]
+
+        # Of the target's document, the tokens up to the target stay. All others are replaced.
+        replaced = [
+            Document(random.integers(0, case.spec.vocab, len(document.ids)), document.labels)
+            for document in original
+        ]
+        replaced[number].ids[: position + 1] = documents[number].ids[: position + 1]
+        has_leaked.append(_loss(player, original) != _loss(player, replaced))
+    return has_leaked
+
+
+def _loss(player: Player, documents: Sequence[Document]) -> float:
+    """Loss sum of one pack, over all ranks; every replica computes it."""
+    ((layout, runner),) = player.runners.items()
+    pack = tuple(range(len(documents)))
+    num_tokens = sum(len(document.ids) for document in documents)
+    group = LengthGroup(0, num_tokens, layout, (pack,), ((0,),) * layout.dp, (0.0,))
+    program = player.take(player.ready(documents, [group]), 1.0)
+    # The update, which begins with the norm, must not change the weights.
+    norm = next(number for number, op in enumerate(program) if op.kind == "norm")
+    player.play(program[:norm])
+    player.home.drop_gradients()
+    return float(player.world.everyone.all_reduce(runner.loss))
+
+
+def wrong_labels(batches: Batches) -> int:
+    """How many tokens and labels of a run's first documents, and of its first pieces of cut ones,
+    are not what the tokens on disk say: a label is the token that follows in the whole document,
+    where that is learned."""
+    cache = batches.cache
+    cuts = batches.spans
+    is_piece = cuts.stop - cuts.start < cache.lengths[cuts.document]
+    pieces = np.flatnonzero(is_piece)[:PIECES].tolist()
+    first = batches.at(0)
+    first_spans = [batches.order[cursor] for cursor in range(first.cursor, first.next_cursor)]
+
+    wrong = 0
+    for span in {*pieces, *first_spans}:
+        number = int(cuts.document[span])
+        start = int(cuts.start[span])
+        stop = int(cuts.stop[span])
+
+        # 1. Make the labels of the whole document again, from the tokens on disk alone.
+        tokens = cache.tokens(number)
+        labels = np.append(tokens[1:], IGNORE).astype(np.int64)
+        learned = cache.learned(number)
+        if learned is not None:
+            labels[:-1][learned[1:] == 0] = IGNORE
+
+        # 2. Compare the document that the run trains on with its part of them.
+        document = batches.document(span)
+        wrong += _num_different(document.ids, tokens[start:stop])
+        wrong += _num_different(document.labels, labels[start:stop])
+    return wrong
+
+
+def _num_different(ours: np.ndarray, truth: np.ndarray) -> int:
+    """How many values differ from the truth: all of them where the lengths differ."""
+    return int((ours != truth).sum()) if len(ours) == len(truth) else len(truth)

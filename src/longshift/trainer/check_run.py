@@ -10,18 +10,11 @@ another. What a config has beyond that is named.
 
 Each stage of `train.stages` is checked by itself. Labels of the run's first documents, and of
 pieces of documents, are compared with the tokens that they were cut from.
-
-A leak is a loss that depends on what it must not see. For some target positions, every token after
-the position and every token of every other document is replaced; the loss at the position must stay
-as it was.
 """
 
-import json
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +25,13 @@ from safetensors.torch import load_file, save_file
 from longshift.command_results import (
     CheckedLayout,
     LayoutCheck,
-    MemoryCheck,
-    MemoryDifference,
-    RankPeak,
 )
 from longshift.config import Config, WireConfig
 from longshift.config_file import parse_config
-from longshift.dist.fork import ForkedWorld, SpawnedWorld
+from longshift.dist.fork import local_world
 from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.documents.batch import Batches, Document, StepBatch
-from longshift.documents.tokens import TokenCache
 from longshift.errors import OutOfMemoryError
 from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
@@ -52,15 +41,12 @@ from longshift.spec.formats import EIGHT_BITS
 from longshift.spec.model import ModelSpec
 from longshift.state.precision import Precision
 from longshift.step.player import Player
-from longshift.step.update import State, train_step
+from longshift.step.update import State
 from longshift.step_report import shape_of
-from longshift.trainer.build_run import build_player, build_state, initial, open_data
-from longshift.trainer.check import Case, Comparison, Reference
-from longshift.trainer.corpus import open_corpus
-from longshift.trainer.stages import schedule_of
+from longshift.trainer.build_run import build_player, build_state, initial, open_data, schedule_of
+from longshift.trainer.check import Case, Comparison, Reference, leaks, wrong_labels
 from longshift.weigh.needs import largest_need, memory_needs
-from longshift.weigh.timeline import Timeline, compare_step, difference_order, predict_step
-from longshift.workload.groups import Edge, LengthGroup
+from longshift.workload.groups import Edge
 
 Ways = Sequence[Sequence[Layout]]  # ways to compute a stage: a layout, or those of its groups
 
@@ -76,29 +62,24 @@ NORMS = 1e9, 1e-3
 # step, kept in the fourth.
 EARLY_NORMS = (*NORMS, 1e9, 1e9)
 LR = 3e-3
-PIECES = 64  # of cut documents, whose labels are compared
 MOST_READ = 64  # steps of the run from which documents are taken, at the most
 # Of relative differences: float64 rounds at 1e-16, and sums of a deep model's many terms differ by
 # their order.
 TOLERANCE = 1e-9
 KINDS = ("loss", "grad", "weight", "optimizer")  # that are compared
-PROBES = 6
-PROBED_TOKENS = 512
-ROWS = 8  # of differences that are shown
 DEADLINE_S = 1800.0
-# Files of a check.
-DOCUMENTS = "documents.json"
-TRUTH = "truth.safetensors"
+TRUTH = "truth.safetensors"  # a file of a check
 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """A run made small. `config`: of the run as it is; `longest`: tokens of the longest small
-    document; `edges`, `packs`: of the groups, from short documents to long; `replicas` of a layout,
-    and `micros` of each, at the most; `spec`: the model with its windows, and blocks of rows of
-    logits, in proportion."""
+    """A run made small. `config`: of the run as it is; `ways`: to compute it; `longest`: tokens of
+    the longest small document; `edges`, `packs`: of the groups, from short documents to long;
+    `replicas` of a layout, and `micros` of each, at the most; `spec`: the model with its windows,
+    and blocks of rows of logits, in proportion."""
 
     config: Config
+    ways: Ways
     longest: int
     edges: tuple[int, ...]
     packs: tuple[int, ...]
@@ -134,6 +115,7 @@ class SmallRun:
 
         small = cls(
             config=config,
+            ways=ways,
             longest=longest,
             edges=(*edges[1:], longest),
             packs=(*packs, 2 * longest),
@@ -141,7 +123,7 @@ class SmallRun:
             micros=micros,
             spec=spec,
         )
-        loss_rows = min(small._loss_rows(ways), default=spec.loss_rows)
+        loss_rows = min(small._loss_rows(), default=spec.loss_rows)
         return replace(small, spec=replace(spec, loss_rows=loss_rows))
 
     def groups(self, way: Sequence[Layout]) -> list[Edge]:
@@ -153,10 +135,10 @@ class SmallRun:
             Edge(upto, _in_proportion(layout, share, upto), pack) for upto, layout, pack in small
         ]
 
-    def _loss_rows(self, ways: Ways) -> Iterator[int]:
+    def _loss_rows(self) -> Iterator[int]:
         """For each group whose loss the run computes in several blocks of rows: how many rows make
         a few blocks here."""
-        for way in ways:
+        for way in self.ways:
             run_edges = self.config.edges[-len(way) :]
             for layout, edge, group in zip(way, run_edges, self.groups(way)):
                 run_rows = (layout.chunk or edge.pack) // layout.sequence
@@ -184,37 +166,30 @@ class SmallRun:
             low = edge
         return lengths
 
-    def documents(self, batches: Batches) -> list[list[tuple[list[int], list[int]]]]:
-        """Token ids and labels of each document of each step: pieces of the run's first
-        documents."""
-        step_lengths = self.lengths()
-        lengths = step_lengths * len(self.max_norms)
-        num_tokens = sum(lengths)
+    def batches(self, run_batches: Batches) -> list[StepBatch]:
+        """The documents of each step: pieces of the run's first documents."""
+        lengths = self.lengths()
+        shape = (len(self.max_norms), sum(lengths))
 
         # 1. Read documents until there are enough tokens; too few are repeated.
-        run_documents: list[Document] = []
-        batch = batches.at(0)
+        documents: list[Document] = []
+        batch = run_batches.at(0)
         for _ in range(MOST_READ):
-            run_documents += batch.documents
-            if sum(len(document.ids) for document in run_documents) >= num_tokens:
+            documents += batch.documents
+            if sum(len(document.ids) for document in documents) >= math.prod(shape):
                 break
-            batch = batches.at(batch.next_cursor)
-        all_ids = np.concatenate([document.ids for document in run_documents])
-        all_ids = np.resize(all_ids, num_tokens)
-        all_labels = np.concatenate([document.labels for document in run_documents])
-        all_labels = np.resize(all_labels, num_tokens)
+            batch = run_batches.at(batch.next_cursor)
+        ids = np.resize(np.concatenate([document.ids for document in documents]), shape)
+        labels = np.resize(np.concatenate([document.labels for document in documents]), shape)
 
         # 2. Cut them into documents of the small run's lengths.
-        documents = []
-        for length, end in zip(lengths, np.cumsum(lengths)):
-            ids = all_ids[end - length : end]
-            labels = all_labels[end - length : end].copy()
-            labels[-1] = IGNORE
-            if (labels == IGNORE).all():  # a piece of a prompt: any label will do
-                labels[:-1] = ids[1:]
-            documents.append((ids.tolist(), labels.tolist()))
-        begins = range(0, len(documents), len(step_lengths))
-        return [documents[begin : begin + len(step_lengths)] for begin in begins]
+        cuts = np.cumsum(lengths)[:-1]
+        batches = []
+        for step_ids, step_labels in zip(ids, labels):
+            documents = list(map(_piece, np.split(step_ids, cuts), np.split(step_labels, cuts)))
+            targets = sum(int((document.labels != IGNORE).sum()) for document in documents)
+            batches.append(StepBatch(tuple(documents), targets, 0, len(documents)))
+        return batches
 
     def run(self, groups: Sequence[Edge]) -> Config:
         """The config of the small run under groups of lengths, in float64, with a short cosine of
@@ -237,13 +212,8 @@ class SmallRun:
             }
         )
 
-    def case(self, scratch: Path) -> Case:
-        """What is trained, with the documents that lie in `scratch`."""
-        batches = []
-        for step in json.loads((scratch / DOCUMENTS).read_text(encoding="utf-8")):
-            documents = tuple(Document(np.array(ids), np.array(labels)) for ids, labels in step)
-            targets = sum(int((document.labels != IGNORE).sum()) for document in documents)
-            batches.append(StepBatch(documents, targets, 0, len(documents)))
+    def case(self, run_batches: Batches) -> Case:
+        """What is trained, with documents of the run."""
         run = self.run([])
         return Case(
             spec=self.spec,
@@ -251,7 +221,7 @@ class SmallRun:
             rule=run.train.rule,
             schedule=schedule_of(run),
             source=initial(run, torch.float32),
-            batches=batches,
+            batches=self.batches(run_batches),
             clips=self.max_norms,
         )
 
@@ -270,14 +240,15 @@ def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> LayoutC
     in processes on this machine: the reference on its CPU, the ways on devices of this type. What
     waits on disk does so in stream.folder, where that is given. Raises LongshiftError,
     OutOfMemoryError where there is no room for it."""
-    for config, ways in stages:
-        _make_room(SmallRun.of(config, ways), ways, device)
-    results = [_check_stage(config, ways, device) for config, ways in stages]
+    small_runs = [SmallRun.of(config, ways) for config, ways in stages]
+    for small in small_runs:
+        _make_room(small, device)
     references = []
-    rows = []
-    for number, (reference, stage_rows) in enumerate(results, 1):
+    rows: list[CheckedLayout] = []
+    for number, small in enumerate(small_runs, 1):
+        reference, differences = _check_stage(small, device)
         references.append(reference)
-        rows += [CheckedLayout(stage=number, **row) for row in stage_rows]
+        rows += [CheckedLayout(stage=number, **row) for row in differences]
 
     # A difference that is no number is worse than any.
     worst = {}
@@ -301,31 +272,24 @@ def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> LayoutC
     )
 
 
-def _check_stage(
-    config: Config, ways: Ways, device: str
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _check_stage(small: SmallRun, device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `write_reference` says of a stage, and a row for each way."""
-    small = SmallRun.of(config, ways)
-    worlds = [_ranks(way[0].world, device, device) for way in ways]
+    worlds = [local_world(way[0].world, device, device) for way in small.ways]
     with temporary_folder() as scratch:
         run = {
-            "config": config.to_yaml(),
-            "ways": [[str(layout) for layout in way] for way in ways],
+            "config": small.config.to_yaml(),
+            "ways": [[str(layout) for layout in way] for way in small.ways],
             "scratch": str(scratch),
         }
-        with _ranks(1, "cpu", device) as alone:
-            (reference,) = alone.call(
-                "longshift.trainer.check_run:write_reference", DEADLINE_S, **run
-            )
+        with local_world(1, "cpu", device) as alone:
+            (reference,) = alone.call(f"{__name__}:write_reference", DEADLINE_S, **run)
         rows = []
-        for number, (way, ranks) in enumerate(zip(ways, worlds)):
+        for number, (way, ranks) in enumerate(zip(small.ways, worlds)):
             with ranks as world:
-                answers = world.call(
-                    "longshift.trainer.check_run:compare", DEADLINE_S, **run, number=number
-                )
+                # All ranks have the same answer.
+                answer, *_ = world.call(f"{__name__}:compare", DEADLINE_S, **run, number=number)
             computed = _join_names(group.use for group in small.groups(way))
-            worst = {kind: max(answer[kind] for answer in answers) for kind in KINDS}
-            rows.append({"layout": _join_names(way), "computed": computed} | answers[0] | worst)
+            rows.append({"layout": _join_names(way), "computed": computed} | answer)
     return reference, rows
 
 
@@ -333,79 +297,40 @@ def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
     """What a run has that its check does not compute, with the reason where it is not plain, a line
     each."""
     run = stages[0][0]
-    features = []
-    if run.train.precision == "float8":
-        features.append(
-            "train.precision: float8's bf16 (float64 instead, with factors of eight bits)"
-        )
-    elif run.train.precision != "float64":
-        features.append(f"train.precision: {run.train.precision} (float64 instead)")
-    if run.home.moments != "float32":
-        features.append(f"home.moments: {run.home.moments} (kept whole)")
-    if run.wire.gradients != "float32":
-        features.append(f"wire.gradients: {run.wire.gradients} (sent whole)")
-    if run.wire.weights != "compute":
-        features.append(f"wire.weights: {run.wire.weights} (sent whole)")
-    if len(stages) > 1:
-        features.append(
-            "train.stages: the checkpoint between two stages (each begins with weights of its own)"
-        )
-    features.append("train.lr, train.warmup, train.schedule (a short cosine of its own)")
-    if run.data.valid is not None or run.data.held_out is not None:
-        features.append("validation")
+    precision = run.train.precision
+    features = {
+        "train.precision: float8's bf16 (float64 instead, with factors of eight bits)": (
+            precision == "float8"
+        ),
+        f"train.precision: {precision} (float64 instead)": precision not in ("float8", "float64"),
+        f"home.moments: {run.home.moments} (kept whole)": run.home.moments != "float32",
+        f"wire.gradients: {run.wire.gradients} (sent whole)": run.wire.gradients != "float32",
+        f"wire.weights: {run.wire.weights} (sent whole)": run.wire.weights != "compute",
+        "train.stages: the checkpoint between two stages (each begins with weights of its own)": (
+            len(stages) > 1
+        ),
+        "train.lr, train.warmup, train.schedule (a short cosine of its own)": True,
+        "validation": run.data.valid is not None or run.data.held_out is not None,
+    }
     for number, (config, _) in enumerate(stages, 1):
         where = f"stage {number}: " if len(stages) > 1 else ""
         window = config.spec.sliding_window
-        if window is not None and window >= config.data.max_len:
-            features.append(
-                f"{where}windows of {window} tokens (documents have {config.data.max_len} at the"
-                " most)"
-            )
-    return list(dict.fromkeys(features))
-
-
-def wrong_labels(batches: Batches, cache: TokenCache) -> int:
-    """How many tokens and labels of a run's first documents, and of its first pieces of cut ones,
-    are not what the tokens on disk say: a label is the token that follows in the whole document,
-    where that is learned."""
-    cuts = batches.spans
-    is_piece = cuts.stop - cuts.start < cache.lengths[cuts.document]
-    pieces = np.flatnonzero(is_piece)[:PIECES].tolist()
-    first = batches.at(0)
-    first_spans = [batches.order[cursor] for cursor in range(first.cursor, first.next_cursor)]
-
-    wrong = 0
-    for span in {*pieces, *first_spans}:
-        number = int(cuts.document[span])
-        start = int(cuts.start[span])
-        stop = int(cuts.stop[span])
-
-        # 1. Make the labels of the whole document again, from the tokens on disk alone.
-        tokens = cache.tokens(number)
-        labels = np.append(tokens[1:], IGNORE).astype(np.int64)
-        learned = cache.learned(number)
-        if learned is not None:
-            labels[:-1][learned[1:] == 0] = IGNORE
-
-        # 2. Compare the document that the run trains on with its part of them.
-        document = batches.document(span)
-        wrong += _num_different(document.ids, tokens[start:stop])
-        wrong += _num_different(document.labels, labels[start:stop])
-    return wrong
-
-
-def _num_different(ours: np.ndarray, truth: np.ndarray) -> int:
-    """How many values differ from the truth: all of them where the lengths differ."""
-    return int((ours != truth).sum()) if len(ours) == len(truth) else len(truth)
+        longest = config.data.max_len
+        line = f"{where}windows of {window} tokens (documents have {longest} at the most)"
+        features[line] = window is not None and window >= longest
+    return [line for line, applies in features.items() if applies]
 
 
 def _join_names(layouts: Iterable[Layout]) -> str:
     return " > ".join(map(str, layouts))
 
 
-def _ranks(size: int, type: str, device: str) -> ForkedWorld:
-    """A world on devices of a type; forked where no rank of the check uses a GPU."""
-    return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, type)
+def _piece(ids: np.ndarray, labels: np.ndarray) -> Document:
+    """A piece of documents as a document, which learns something. Changes `labels`."""
+    labels[-1] = IGNORE
+    if (labels == IGNORE).all():  # a piece of a prompt: any label will do
+        labels[:-1] = ids[1:]
+    return Document(ids, labels)
 
 
 def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
@@ -417,12 +342,12 @@ def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
     return replace(layout, chunk=max(layout.sequence, chunk))
 
 
-def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
+def _make_room(small: SmallRun, device: str) -> None:
     """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the
     ranks of a way have together."""
     on_cpu: dict[str, Sequence[Layout]] = {"one process": [Layout()]}
     if device == "cpu":
-        on_cpu |= {_join_names(way): way for way in ways}
+        on_cpu |= {_join_names(way): way for way in small.ways}
     free = host_memory()[1]
     for name, way in on_cpu.items():
         shape = shape_of(small.run(small.groups(way)))
@@ -437,59 +362,20 @@ def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
             )
 
 
-def timeline(config: Config, device: str = "cpu") -> MemoryCheck:
-    """The first step of a run, played on devices of this type and recorded beside what the ledger
-    predicts: peaks of every rank, and the largest differences in bytes after an operation. Raises
-    LongshiftError."""
-    with temporary_folder() as scratch, _ranks(config.world, device, device) as world:
-        answers = world.call(
-            "longshift.trainer.check_run:recorded",
-            DEADLINE_S,
-            config=config.to_yaml(),
-            scratch=str(scratch),
-        )
-    differences = []
-    for rank, answer in enumerate(answers):
-        differences += [{"rank": rank, **row} for row in answer.pop("differences")]
-    largest = sorted(differences, key=difference_order)[:ROWS]
-    return MemoryCheck(
-        within=all(answer["within"] for answer in answers),
-        ranks=tuple(RankPeak(rank=rank, **answer) for rank, answer in enumerate(answers)),
-        differences=tuple(MemoryDifference(**row) for row in largest),
-    )
-
-
-def recorded(world: World, config: str, scratch: str) -> dict:
-    """What `weigh.timeline.compare_step` says of a run's first step on this rank."""
-    run = parse_config(config)
-    with Timeline(world.device) as memory:
-        state = build_state(run, world, Path(scratch))
-        player = build_player(run, world, state, Path(scratch))
-        batches, _ = open_data(run, world)
-        batch = batches.at(state.cursor)
-        memory.watch(player)
-        train_step(state, batch, player)
-        player.after = None
-    return compare_step(memory, predict_step(player), ROWS)
-
-
-def _parse(config: str, ways: Sequence[Sequence[str]]) -> tuple[SmallRun, list[list[Layout]]]:
+def _parse(config: str, ways: Sequence[Sequence[str]]) -> SmallRun:
     layouts = [[Layout.parse(word) for word in way] for way in ways]
-    return SmallRun.of(parse_config(config), layouts), layouts
+    return SmallRun.of(parse_config(config), layouts)
 
 
 def write_reference(
     world: World, config: str, ways: Sequence[Sequence[str]], scratch: str
 ) -> dict[str, Any]:
-    """Write the documents of a run made small, and the truth of their steps, into the folder
-    `scratch`. Returns documents and tokens of a step, the loss of the last, and how many labels of
-    the run's own documents are wrong."""
-    small, _ = _parse(config, ways)
-    _, cache = open_corpus(small.config)
-    batches = Batches.of(small.config, cache)
-    documents = json.dumps(small.documents(batches))
-    (Path(scratch) / DOCUMENTS).write_text(documents, encoding="utf-8")
-    case = small.case(Path(scratch))
+    """Write the truth of the steps of a run made small into the folder `scratch`. Returns documents
+    and tokens of a step, the loss of the last, and how many labels of the run's own documents are
+    wrong."""
+    small = _parse(config, ways)
+    batches, _ = open_data(small.config, world)
+    case = small.case(batches)
     reference = Reference(case)
     for step in range(len(case.batches)):
         reference.train(step)
@@ -500,7 +386,7 @@ def write_reference(
         "documents": len(first.documents),
         "tokens": first.tokens,
         "loss": float(truth["loss"][-1]),
-        "wrong_labels": wrong_labels(batches, cache),
+        "wrong_labels": wrong_labels(batches),
     }
 
 
@@ -509,9 +395,9 @@ def compare(
 ) -> dict[str, Any]:
     """Differences of a way to the truth in `scratch`, and how many of some target positions see
     what they must not; collective."""
-    small, layouts = _parse(config, ways)
-    case = small.case(Path(scratch))
-    groups = small.groups(layouts[number])
+    small = _parse(config, ways)
+    case = small.case(open_data(small.config, world)[0])
+    groups = small.groups(small.ways[number])
 
     # 1. Train the steps beside the truth.
     state, player = small.build(groups, world, Path(scratch))
@@ -531,53 +417,3 @@ def compare(
         leaked += sum(has_leaked)
         probed += len(has_leaked)
     return differences | {"leaked_positions": leaked, "probed_positions": probed}
-
-
-def leaks(player: Player, case: Case, seed: int) -> list[bool]:
-    """For some target positions, whether their loss depends on what they must not see."""
-    documents = sorted(case.batches[0].documents, key=lambda document: len(document.ids))
-    documents = [documents[-1], *documents[:-1]]  # the longest, and short ones
-    ends = list(accumulate(len(document.ids) for document in documents))
-    documents = documents[: max(2, bisect_left(ends, PROBED_TOKENS))]
-
-    targets = [
-        (number, int(position))
-        for number, document in enumerate(documents)
-        for position in np.flatnonzero(document.labels != IGNORE)
-    ]
-    num_probes = min(PROBES, len(targets))
-    probes = [targets[i] for i in np.linspace(0, len(targets) - 1, num_probes).astype(int)]
-
-    random = np.random.default_rng(seed)
-    has_leaked = []
-    for target_number, target_position in probes:
-        original = list[Document]()
-        replaced = list[Document]()
-        for number, document in enumerate(documents):
-            is_target = number == target_number
-            labels = np.full_like(document.labels, IGNORE)
-            if is_target:
-                labels[target_position] = document.labels[target_position]
-
-            # Of the target's document, the tokens up to the target stay. All others are replaced.
-            stays = target_position + 1 if is_target else 0
-            noise = random.integers(0, case.spec.vocab, len(document.ids))
-            ids = np.where(np.arange(len(document.ids)) < stays, document.ids, noise)
-            original.append(Document(document.ids, labels))
-            replaced.append(Document(ids, labels))
-        has_leaked.append(_loss(player, original) != _loss(player, replaced))
-    return has_leaked
-
-
-def _loss(player: Player, documents: Sequence[Document]) -> float:
-    """Loss sum of one pack, over all ranks; every replica computes it."""
-    ((layout, runner),) = player.runners.items()
-    pack = tuple(range(len(documents)))
-    num_tokens = sum(len(document.ids) for document in documents)
-    group = LengthGroup(0, num_tokens, layout, (pack,), ((0,),) * layout.dp, (0.0,))
-    program = player.take(player.ready(documents, [group]), 1.0)
-    # The update, which begins with the norm, must not change the weights.
-    norm = next(number for number, op in enumerate(program) if op.kind == "norm")
-    player.play(program[:norm])
-    player.home.drop_gradients()
-    return float(player.world.everyone.all_reduce(runner.loss))

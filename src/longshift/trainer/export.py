@@ -30,10 +30,9 @@ from longshift.spec.model import ModelSpec, Param
 from longshift.state.checkpoint import BEST, LATEST, Checkpoint
 from longshift.state.home import Source
 from longshift.state.precision import Precision
-from longshift.trainer.build_run import continued
+from longshift.trainer.build_run import continued, stages_of
 from longshift.trainer.corpus import open_tokenizer
 from longshift.trainer.facts import Facts
-from longshift.trainer.stages import stages_of
 
 # Types of a model folder that an export keeps.
 HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

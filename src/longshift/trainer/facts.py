@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from longshift.config import Config
 from longshift.errors import CheckpointError, UsageError
@@ -33,47 +33,9 @@ MENDS = {
 
 
 class Part(BaseModel):
-    """A part of what a checkpoint says. Frozen; what it does not know is kept."""
+    """A part of what a checkpoint says. Frozen; what it does not know is passed over."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class SavedTrain(Part):
-    """`optimizer`, `momentum`: as in `config.TrainConfig`; checkpoints from before there were two
-    have moments of AdamW. `moments`: of a rule of the user's own, whose code need not be here."""
-
-    precision: PrecisionName
-    optimizer: str = "adamw"
-    momentum: float | None = None
-    moments: tuple[str, ...] = ()
-
-    @property
-    def rule(self) -> Rule:
-        rule = Rule(self.optimizer, moment_names=self.moments)
-        return rule if self.momentum is None else replace(rule, momentum=self.momentum)
-
-
-class SavedHome(Part):
-    """`moments`: their format; checkpoints from before there were several have that of masters."""
-
-    moments: MomentFormat = "float32"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_word(cls, value: object) -> object:
-        return {} if isinstance(value, str) else value
-
-
-class SavedConfig(Part):
-    train: SavedTrain
-    home: SavedHome = SavedHome()
-
-    @property
-    def moments(self) -> dict[str, torch.dtype]:
-        """Kinds of vectors that moments are kept as, and their types."""
-        return saved_moments(
-            self.train.rule.moments, self.home.moments, Precision.of(self.train.precision).home
-        )
+    model_config = ConfigDict(frozen=True)
 
 
 class ChosenKernel(Part):
@@ -95,48 +57,44 @@ class Fingerprints(Part):
     data: str
 
 
+def _of_config(*keys: str) -> AliasPath:
+    return AliasPath("config", *keys)
+
+
 class Facts(Part):
     """Where the data goes on, how many updates were made, and of which model, in which format, from
-    what and by which kernel the state is. `attention` is None in checkpoints from before it was
-    kept, and so is `loss`, of the last step; `base`: of `state.initial_weights.fingerprint`, None
-    where all weights are trained."""
+    what and by which kernel the state is. `precision`, `optimizer`, `momentum`: as in
+    `config.TrainConfig`; `moment_names`: of a rule of the user's own, whose code need not be here;
+    `packed`: the format of moments. `attention` is None in checkpoints from before it was kept;
+    `base`: of `state.initial_weights.fingerprint`, None where all weights are trained."""
 
     cursor: Count
     updates: Count
     loss_scale: tuple[float, int] | None
-    layout: str
     model: dict[str, Any]
-    config: SavedConfig
+    precision: PrecisionName = Field(validation_alias=_of_config("train", "precision"))
+    optimizer: str = Field("adamw", validation_alias=_of_config("train", "optimizer"))
+    momentum: float | None = Field(None, validation_alias=_of_config("train", "momentum"))
+    moment_names: tuple[str, ...] = Field((), validation_alias=_of_config("train", "moments"))
+    packed: MomentFormat = Field("float32", validation_alias=_of_config("home", "moments"))
     fingerprints: Fingerprints
     attention: ChosenKernel | None = None
     base: int | None = None
-    loss: float | None = None
-    torch: str
 
-    @classmethod
-    def now(
-        cls,
-        config: Config,
-        state: State,
-        fingerprints: Fingerprints,
-        attention: ChosenKernel,
-        loss: float,
-    ) -> "Facts":
-        values = config.model_dump(mode="json")
-        values["train"] |= {"moments": config.train.rule.moment_names}
-        return cls(
-            cursor=state.cursor,
-            updates=state.optimizer.steps,
-            loss_scale=(state.scale.scale, state.scale.good_steps) if state.scale else None,
-            layout=" > ".join(str(edge.use) for edge in config.edges),
-            model=asdict(config.spec),
-            config=SavedConfig.model_validate(values),
-            fingerprints=fingerprints,
-            attention=attention,
-            base=state.base,
-            loss=loss if math.isfinite(loss) else None,  # of a step that fp16 has skipped
-            torch=torch.__version__,
-        )
+    @property
+    def rule(self) -> Rule:
+        rule = Rule(self.optimizer, moment_names=self.moment_names)
+        return rule if self.momentum is None else replace(rule, momentum=self.momentum)
+
+    @property
+    def home(self) -> torch.dtype:
+        """The type of masters."""
+        return Precision.of(self.precision).home
+
+    @property
+    def moments(self) -> dict[str, torch.dtype]:
+        """Kinds of vectors that moments are kept as, and their types."""
+        return saved_moments(self.rule.moments, self.packed, self.home)
 
     @classmethod
     def of(cls, saved: Checkpoint) -> "Facts":
@@ -150,18 +108,36 @@ class Facts(Part):
             raise CheckpointError(
                 f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}"
             ) from None
-        kept = {"master": Precision.of(facts.config.train.precision).home} | facts.config.moments
+        kept = {"master": facts.home} | facts.moments
         for kind, found in saved.types.items():
             if found != {TYPES.get(kept[kind]) if kind in kept else None}:
-                how = (
-                    f"train.precision={facts.config.train.precision} and"
-                    f" home.moments={facts.config.home.moments}"
-                )
+                how = f"train.precision={facts.precision} and home.moments={facts.packed}"
                 raise CheckpointError(
                     f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {how} do not"
                     f" keep. {saved.older}"
                 )
         return facts
+
+
+def facts_of(
+    config: Config, state: State, fingerprints: Fingerprints, attention: ChosenKernel, loss: float
+) -> dict[str, Any]:
+    """What a checkpoint says of its run, as `Facts` are read from it. `loss`: of the last step."""
+    values = config.model_dump(mode="json")
+    values["train"] |= {"moments": config.train.rule.moment_names}
+    return {
+        "cursor": state.cursor,
+        "updates": state.optimizer.steps,
+        "loss_scale": (state.scale.scale, state.scale.good_steps) if state.scale else None,
+        "layout": " > ".join(str(edge.use) for edge in config.edges),
+        "model": asdict(config.spec),
+        "config": values,
+        "fingerprints": fingerprints.model_dump(),
+        "attention": attention.model_dump(),
+        "base": state.base,
+        "loss": loss if math.isfinite(loss) else None,  # of a step that fp16 has skipped
+        "torch": torch.__version__,
+    }
 
 
 def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
@@ -179,7 +155,7 @@ def changed_moments(facts: Facts | None, config: Config) -> str | None:
     """A word about a run that goes on with moments in another format than its checkpoint holds,
     else None."""
     now = config.home.moments
-    saved = facts.config.home.moments if facts else now
+    saved = facts.packed if facts else now
     if saved == now or not config.train.rule.moments:
         return None
     return (
@@ -217,15 +193,15 @@ def expect(
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
             "put the old model back, or start a new run from an export of this one"
         )
-    saved_precision = facts.config.train.precision
     precision = config.train.precision
-    if Precision.of(saved_precision).home != Precision.of(precision).home:
+    home = Precision.of(precision).home
+    if facts.home != home:
         raise CheckpointError(
-            f"{saved.folder} keeps its state in {Precision.of(saved_precision).home},"
-            f" train.precision={precision} in {Precision.of(precision).home}: write"
-            f" train.precision={saved_precision}, or start a new run from an export of this one"
+            f"{saved.folder} keeps its state in {facts.home}, train.precision={precision} in"
+            f" {home}: write train.precision={facts.precision}, or start a new run from an export"
+            " of this one"
         )
-    saved_rule = facts.config.train.rule
+    saved_rule = facts.rule
     rule = config.train.rule
     if saved_rule.moments != rule.moments:
         settings = f"train.optimizer={saved_rule.name}"
@@ -238,7 +214,7 @@ def expect(
     for source, mend in MENDS.items():
         if getattr(facts.fingerprints, source) != getattr(fingerprints, source):
             raise CheckpointError(f"the {source} changed since {saved.folder} was written: {mend}")
-    saved.expect(config.spec, tuple(facts.config.moments))
+    saved.expect(config.spec, tuple(facts.moments))
     if saved.step > config.train.steps:
         raise UsageError(
             f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be"

@@ -19,7 +19,6 @@ Everything here is also elsewhere, for programs: `longshift data --json`, `longs
 --json`, plan.json, config.yaml.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +35,7 @@ from longshift.layout.layout import format_size
 from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer.display import LABEL, named_lines
 from longshift.trainer.plan_file import PlanFile
-from longshift.trainer.run_folder import RunFolder
+from longshift.trainer.run_folder import RunFolder, shown_path
 from longshift.workload.lengths import Bin, histogram
 
 ROWS = 8  # of lengths
@@ -91,11 +90,11 @@ def model_told(run: Config) -> str:
     model = run.model
     path = run.data.tokenizer or model.path
     if path:
-        tokenizer = f"tokenizer of {shown_path(path)}"
+        tokenizer = f"tokenizer of {shown_path(Path(path))}"
     else:
         tokenizer = f"a tokenizer of {min(PROJECT_VOCAB, spec.vocab):,} tokens of Python sources"
     if model.init == "pretrained":
-        origin = f"weights of {shown_path(model.path or '')}"
+        origin = f"weights of {shown_path(Path(model.path or ''))}"
     else:
         origin = f"random weights, from seed {run.train.seed}"
     name = model.preset or Path(model.path or "").name
@@ -104,11 +103,6 @@ def model_told(run: Config) -> str:
         f" {spec.vocab:,} tokens"
     )
     return f"{name}: {size}; {origin}; {tokenizer}"
-
-
-def shown_path(path: str) -> str:
-    """A path as a person would type it from here."""
-    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def data_told(run: Config, lengths: np.ndarray) -> str:

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
 
-from longshift.dist.parent import end_with_parent
+from longshift.dist.launcher import end_with_parent
 
 LAUNCHER_GONE = signal.SIGUSR2
 # What schedulers and terminals send before they end a process.

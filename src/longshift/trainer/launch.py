@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -28,7 +27,7 @@ from longshift.cluster.host import core_count
 from longshift.dist.memory import allow_files, host_memory, lacks_memory
 from longshift.dist.ranks import RankProcesses, Ranks, Seed
 from longshift.dist.sealed_store import SealedStore, new_secret
-from longshift.dist.world import allocator, check_gpus, launchers_store
+from longshift.dist.world import allocator, check_gpus, launchers_store, on_loopback
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused
 from longshift.trainer.interrupt import ENDING, not_ignored, stopping
@@ -120,9 +119,9 @@ def launch(
     with Interrupts(say) as interrupts:
         try:
             parent = os.getpid() if seed is None else seed.pid
-            opened = open_store()
+            store = open_store()
             environments = [
-                local_environment(opened, rank, world) | {"LONGSHIFT_PARENT": str(parent)}
+                local_environment(store, rank, world) | {"LONGSHIFT_PARENT": str(parent)}
                 for rank in range(world)
             ]
             ranks = (RankProcesses if seed is None else seed.start)(command, environments, held)
@@ -133,7 +132,7 @@ def launch(
     if failed:
         if interrupts.received and all(-code == signal.SIGINT for code in failed.values()):
             raise KeyboardInterrupt
-        causes = gather_causes(opened.store, world, folder, causes)
+        causes = gather_causes(store, world, folder, causes)
         raise as_error(root_cause(causes, failed))
 
 
@@ -236,44 +235,31 @@ def check_room(world: int, crowded: bool) -> None:
         )
 
 
-class OpenStore(NamedTuple):
-    """A store on loopback, its port, and the secret with which ranks seal what they leave there."""
-
-    store: SealedStore
-    port: int
-    secret: str
-
-
-def open_store() -> OpenStore:
+def open_store() -> SealedStore:
     """A new store for the ranks of this machine. [Note: loopback only]"""
-    secret = new_secret()
     with socket.create_server((HOST, 0)) as listener:
-        port = listener.getsockname()[1]
-        return OpenStore(SealedStore(_store(listener), secret), port, secret)
+        store = TCPStore(
+            HOST,
+            listener.getsockname()[1],
+            is_master=True,
+            master_listen_fd=listener.detach(),
+            wait_for_workers=False,
+        )
+    return SealedStore(store, new_secret())
 
 
-def _store(listener: socket.socket) -> TCPStore:
-    """A store that listens where this socket does."""
-    port = listener.getsockname()[1]
-    return TCPStore(
-        HOST, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
-    )
-
-
-def local_environment(opened: OpenStore, rank: int, world: int) -> dict[str, str]:
+def local_environment(store: SealedStore, rank: int, world: int) -> dict[str, str]:
     """What a rank of this machine finds in its environment, beside what is in the environment of
     who starts it."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "LONGSHIFT_STORE": f"{HOST}:{opened.port}",
-        "LONGSHIFT_SECRET": opened.secret,
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        "LONGSHIFT_STORE": f"{HOST}:{store.port}",
+        "LONGSHIFT_SECRET": store.secret,
         "OMP_NUM_THREADS": str(max(1, core_count() // world)),
+        **on_loopback(),
         **allocator(),
     }
 

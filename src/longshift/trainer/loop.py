@@ -10,6 +10,7 @@ The loop trains and saves. What a person sees is its caller's.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,21 +24,28 @@ from longshift.dist.launcher import own_rank
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import NonFiniteError
+from longshift.files import in_background
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.saver import Saver
 from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
 from longshift.terminal import say
 from longshift.trainer.admission import admit
-from longshift.trainer.batch_prefetch import BatchPrefetcher
-from longshift.trainer.build_run import StageStart, build_player, open_data, resume_or_build
+from longshift.trainer.build_run import (
+    Stage,
+    StageStart,
+    build_player,
+    open_data,
+    resume_or_build,
+    stages_of,
+)
 from longshift.trainer.corpus import corpus_notes
 from longshift.trainer.facts import (
     ChosenKernel,
-    Facts,
     Fingerprints,
     changed_kernel,
     changed_moments,
+    facts_of,
 )
 from longshift.trainer.gather_metrics import (
     RankStatus,
@@ -48,9 +56,8 @@ from longshift.trainer.gather_metrics import (
 )
 from longshift.trainer.metrics import StepMetrics, faults_of_rows
 from longshift.trainer.run_folder import RunFolder, adopt
-from longshift.trainer.stages import Stage, stages_of
 from longshift.trainer.step_callback import OnStep, StepCallback
-from longshift.trainer.step_forecast import StepForecast
+from longshift.trainer.step_measurements import StepForecast
 from longshift.trainer.step_trace import StepTrace
 from longshift.trainer.trials import train_trials
 from longshift.trainer.validation import Validator
@@ -120,8 +127,8 @@ def train(
         for number, stage in enumerate(stages, 1):
             if last_step >= stage.end and stage is not stages[-1]:
                 continue
-            if len(stages) > 1:
-                _print_on_rank0(world, f"stage {number} of {len(stages)}, {stage}")
+            if len(stages) > 1 and world.rank == 0:
+                say(f"stage {number} of {len(stages)}, {stage}")
 
             train_with = partial(_train_with, context, stage, len(stages) == 1)
             for metrics in train_trials(stage.config, run, resume, world, train_with):
@@ -143,18 +150,17 @@ def _resumed_step(run: Path, world: World) -> int:
     back; and if the metrics are not those of its steps.
     """
     saved = Checkpoint.latest(run, world)
-    shown = RunFolder(run).shown
+    if world.rank > 0:
+        return saved.step
+    folder = RunFolder(run)
     if saved.newer:
-        _print_on_rank0(
-            world,
-            f"{shown}/LATEST names step-{saved.step}, and newer checkpoints are "
-            f"there, up to step-{saved.newer[-1]}: the run goes on from step {saved.step} and "
-            "replaces them as it comes to them",
+        say(
+            f"{folder.shown}/LATEST names step-{saved.step}, and newer checkpoints are there, up to"
+            f" step-{saved.newer[-1]}: the run goes on from step {saved.step} and replaces them as"
+            " it comes to them"
         )
-    if world.rank == 0:
-        loss = saved.facts.get("loss")
-        if faults := faults_of_rows(RunFolder(run).metrics, saved.step, loss):
-            _print_on_rank0(world, f"{shown}/metrics.jsonl {faults}")
+    if faults := faults_of_rows(folder.metrics, saved.step, saved.facts.get("loss")):
+        say(f"{folder.shown}/metrics.jsonl {faults}")
     return saved.step
 
 
@@ -221,12 +227,6 @@ def open_stage(
     start = resume_or_build(stage, world, fingerprints, run, resume, admitted.early)
     if validator:
         validator.remember(run, world, stage.begin, start.step)
-    if world.rank == 0 and start.step == stage.begin:
-        for note in corpus_notes(config, batches.cache):
-            _print_on_rank0(world, f"note: {note}")
-    if world.rank == 0 and batches.learned_share < 1:
-        share = f"{batches.learned_share:.1%} of the tokens are learned"
-        _print_on_rank0(world, f"{share}; longshift data CONFIG shows which")
     if resume and world.rank == 0:
         adopt(RunFolder(run), stage.run)
 
@@ -234,6 +234,7 @@ def open_stage(
     player = build_player(config, world, start.state, run)
     kernel = ChosenKernel.of(player.kernel, world.device)
     if world.rank == 0:
+        _tell_data(batches, config, is_first=start.step == stage.begin)
         _tell_changes(player, kernel, start, config)
 
     # 4. Build what accompanies the steps: predictions, the trace, batches ahead, checkpoints.
@@ -263,6 +264,16 @@ def open_stage(
         )
 
 
+def _tell_data(batches: Batches, config: Config, is_first: bool) -> None:
+    """Tell the person which tokens are learned; where the stage begins, also what of its documents
+    training does not learn."""
+    for note in corpus_notes(config, batches.cache) if is_first else ():
+        say(f"note: {note}")
+    if batches.learned_share < 1:
+        share = f"{batches.learned_share:.1%} of the tokens are learned"
+        say(f"{share}; longshift data CONFIG shows which")
+
+
 def _tell_changes(player: Player, kernel: ChosenKernel, start: StageStart, config: Config) -> None:
     """Tell the person what computes attention, and what is not as the checkpoint had it."""
     if player.world.device.type != "cpu":
@@ -272,6 +283,46 @@ def _tell_changes(player: Player, kernel: ChosenKernel, start: StageStart, confi
             say(warning)
     if start.state.home.no_room:
         say(NO_EARLY_UPDATES)
+
+
+class BatchPrefetcher:
+    """Batches of steps, each with what the player needs of it. The next step's is made while this
+    one computes:
+
+        this thread   │ step 1          │ step 2          │ step 3 ...
+        another       │ draw and pack 2 │ draw and pack 3 │
+
+    What is made is a function of the data, the seed and the cursor, so that it is the same as
+    without. A checkpoint's cursor is the state's, which only a trained step moves. Mutable: the one
+    that is being made."""
+
+    def __init__(self, batches: Batches, player: Player):
+        self._batches = batches
+        self._player = player
+        self._coming: tuple[int, Future[tuple[StepBatch, Ready]]] | None = None
+
+    def take(self, cursor: int, more: bool) -> tuple[StepBatch, Ready]:
+        """The step that begins at a cursor. `more`: whether another follows, which is begun in the
+        background. Raises what drawing this step raised."""
+        coming = self._coming
+        self._coming = None
+        if coming and coming[0] == cursor:
+            batch, ready = coming[1].result()
+        else:
+            batch, ready = self._make(cursor)
+        if more:
+            next_cursor = batch.next_cursor
+            self._coming = next_cursor, in_background(lambda: self._make(next_cursor))
+        return batch, ready
+
+    def close(self) -> None:
+        """Wait for what is being made. Nobody wants it any more."""
+        if self._coming:
+            wait([self._coming[1]])
+
+    def _make(self, cursor: int) -> tuple[StepBatch, Ready]:
+        batch = self._batches.at(cursor)
+        return batch, self._player.ready(batch.documents)
 
 
 @dataclass
@@ -375,13 +426,5 @@ class StageRun:
                 "Nothing is saved: the checkpoint before it stays the newest. A lower train.lr or "
                 "more train.warmup are the usual cures."
             )
-        facts = Facts.now(self.config, self.state, self.fingerprints, self.kernel, metrics.loss)
-        self.saver.save(
-            step, self.state.optimizer, facts.model_dump(), self.best_step, last=is_last
-        )
-
-
-def _print_on_rank0(world: World, line: str) -> None:
-    """Print a line for the person at the terminal, on rank 0 alone."""
-    if world.rank == 0:
-        say(line)
+        facts = facts_of(self.config, self.state, self.fingerprints, self.kernel, metrics.loss)
+        self.saver.save(step, self.state.optimizer, facts, self.best_step, last=is_last)

@@ -34,16 +34,15 @@ from longshift.cluster.host import core_count, has_gpu
 from longshift.config import Config
 from longshift.dist.rank_actor import RankActor, RankOutput
 from longshift.dist.ranks import Ranks
+from longshift.dist.sealed_store import SealedStore
 from longshift.dist.world import allocator
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import temporary_folder
 from longshift.layout.auto_layout import AutoLayout
 from longshift.step_report import layout_text
 from longshift.terminal import read_or_not
-from longshift.trainer.fewer_ranks import fit_ranks
 from longshift.trainer.launch import (
     Interrupts,
-    OpenStore,
     StopAtOnce,
     check_room,
     gather_causes,
@@ -51,6 +50,7 @@ from longshift.trainer.launch import (
     open_store,
 )
 from longshift.trainer.plan_file import PlanFile, keep
+from longshift.trainer.resume_config import fit_ranks
 from longshift.trainer.run_folder import (
     Cause,
     RunFolder,
@@ -176,25 +176,26 @@ def connect(
     """The devices of the Ray cluster at an address, of which `asked` are used, or as many as the
     layout has ranks. Without an address, of a cluster that is started on this machine, with cores
     for so many `ranks`, and ends with the block. Raises UsageError."""
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     with temporary_folder() as folder:
         if address is None:
             check_room(ranks, crowded)
-            size = {"num_cpus": max(ranks, core_count()), "object_store_memory": OBJECT_STORE_BYTES}
-            try:
-                ray.init("local", **size, include_dashboard=False, _temp_dir=str(folder), **quiet)
-            except (OSError, ConnectionError, ValueError, RuntimeError) as fault:
-                raise UsageError(
+            options |= {
+                "num_cpus": max(ranks, core_count()),
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "_temp_dir": str(folder),
+            }
+        try:
+            ray.init(address or "local", **options)
+        except (OSError, ValueError, RuntimeError) as fault:
+            reason = f"no Ray cluster answers at RAY_ADDRESS={address}: {fault}"
+            if address is None:
+                reason = (
                     f"Ray cannot start on this machine: {fault}; its sockets need a short TMPDIR,"
                     " such as /tmp"
-                ) from fault
-        else:
-            try:
-                ray.init(address, **quiet)
-            except (ConnectionError, ValueError, RuntimeError) as fault:
-                raise UsageError(
-                    f"no Ray cluster answers at RAY_ADDRESS={address}: {fault}"
-                ) from None
+                )
+            raise UsageError(reason) from fault
         try:
             yield RayDevices(asked)
         finally:
@@ -212,7 +213,7 @@ class RayRanks(Ranks):
         devices: RayDevices,
         world: int,
         words: Sequence[str],
-        store: OpenStore | None,
+        store: SealedStore | None,
         out: TextIO,
     ):
         self.lost: dict[int, Cause] = {}
@@ -226,11 +227,8 @@ class RayRanks(Ranks):
             environments = [local_environment(store, rank, world) for rank in range(world)]
         else:
             environments = cluster_environments(devices.places[:world], port or 0)
-        super().__init__(
-            self._ask(
-                "start", {rank: (list(words), environments[rank], folder) for rank in self._running}
-            )
-        )
+        orders = {rank: (list(words), environments[rank], folder) for rank in self._running}
+        super().__init__(self._ask("start", orders))
 
     def codes(self) -> dict[int, int]:
         return dict(self._codes)
@@ -247,11 +245,8 @@ class RayRanks(Ranks):
         self._signals.append(number)
 
     def end(self) -> None:
-        self._take(
-            self._ask(
-                "end", {rank: () for rank in range(len(self._actors)) if rank not in self.lost}
-            )
-        )
+        reachable = [rank for rank in range(len(self._actors)) if rank not in self.lost]
+        self._take(self._ask("end", dict.fromkeys(reachable, ())))
 
     @property
     def _running(self) -> list[int]:
@@ -293,19 +288,16 @@ def cluster_environments(places: Sequence[Place], port: int) -> list[dict[str, s
     machines differ."""
     counts = Counter(place.node for place in places)
     seen = Counter[str]()
+    shared = {
+        "WORLD_SIZE": str(len(places)),
+        "LOCAL_WORLD_SIZE": str(max(counts.values())),
+        "MASTER_ADDR": places[0].address,
+        "MASTER_PORT": str(port),
+        **allocator(),
+    }
     environments = []
     for rank, place in enumerate(places):
-        environments.append(
-            {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(seen[place.node]),
-                "WORLD_SIZE": str(len(places)),
-                "LOCAL_WORLD_SIZE": str(max(counts.values())),
-                "MASTER_ADDR": places[0].address,
-                "MASTER_PORT": str(port),
-                **allocator(),
-            }
-        )
+        environments.append(shared | {"RANK": str(rank), "LOCAL_RANK": str(seen[place.node])})
         seen[place.node] += 1
     return environments
 
@@ -313,43 +305,25 @@ def cluster_environments(places: Sequence[Place], port: int) -> list[dict[str, s
 def cause_of_loss(rank: int, fault: Exception) -> Cause:
     """The cause of a rank whose actor does not answer. Of Ray's many lines the one counts that says
     what has died."""
-    lines = [line.strip() for line in str(fault).splitlines()]
-    reason = next(
-        (line for line in lines if line.startswith("The actor is dead because")),
-        "its actor cannot be reached",
-    )
+    if isinstance(fault, RayMemoryError):
+        message = f"rank {rank} was ended by Ray, as its machine has no more memory"
+        return Cause(rank=rank, kind=OutOfMemoryError.__name__, message=message)
     if isinstance(fault, GetTimeoutError):
         reason = f"its actor has not answered for {ANSWER_S:.0f} s"
-    reason = (
-        reason.replace("The actor is dead because its", "its actor's")
-        .partition(". ")[0]
-        .rstrip(".")
-    )
-    if isinstance(fault, RayMemoryError):
-        error = OutOfMemoryError(f"rank {rank} was ended by Ray, as its machine has no more memory")
-        return Cause(
-            rank=rank,
-            kind=type(error).__name__,
-            message=str(error),
-            exit_code=error.exit_code,
-            time_s=0.0,
-        )
-    return Cause(
-        rank=rank,
-        kind="Signal",
-        message=f"rank {rank} was lost: {reason}",
-        exit_code=PeerError.exit_code,
-        time_s=0.0,
-    )
+    else:
+        lines = [line.strip() for line in str(fault).splitlines()]
+        deaths = [line for line in lines if line.startswith("The actor is dead because")]
+        death = deaths[0] if deaths else "its actor cannot be reached"
+        death = death.replace("The actor is dead because its", "its actor's")
+        reason = death.partition(". ")[0].rstrip(".")
+    return Cause(rank=rank, kind="Signal", message=f"rank {rank} was lost: {reason}")
 
 
 def tell_change(config: Config, fitted: Config, say: Say) -> None:
     """Say to which layout a run changes, if it does."""
     if fitted.layout != config.layout:
-        before, after = (
-            layout_text(each.model_dump(mode="json")["layout"]) for each in (config, fitted)
-        )
-        say(f"layout {before} becomes {after}")
+        before, after = (each.model_dump(mode="json")["layout"] for each in (config, fitted))
+        say(f"layout {layout_text(before)} becomes {layout_text(after)}")
 
 
 def is_of_device(cause: Cause) -> bool:
@@ -429,13 +403,9 @@ class RayRun:
         failed = {rank: code for rank, code in ranks.codes().items() if code}
         if not failed:
             return None, set()
-        causes = gather_causes(
-            store.store if store else None, config.world, self.folder, list(ranks.lost.values())
-        )
-        return root_cause(causes, failed), {
-            *ranks.lost,
-            *(cause.rank for cause in causes if is_of_device(cause)),
-        }
+        causes = gather_causes(store, config.world, self.folder, list(ranks.lost.values()))
+        lost = {*ranks.lost, *(cause.rank for cause in causes if is_of_device(cause))}
+        return root_cause(causes, failed), lost
 
     def _again(self, config: Config) -> tuple[Config, bool]:
         """The config for the devices that are left, in a folder that is ready for it, and whether
@@ -449,23 +419,19 @@ class RayRun:
         tell_change(config, fitted, self.say)
         if idle := len(self.devices.places) - fitted.world:
             self.say(f"{idle} of the devices that are left {'is' if idle == 1 else 'are'} not used")
-        again = (
-            f"; step{'s' * (rows > step + 1)} {step + 1}{f' to {rows}' * (rows > step + 1)} again"
-            if rows > step
-            else ""
-        )
-        place = (
-            f"from {self.folder.path}/checkpoints/step-{step}"
-            if resume
-            else "from the start, as there is no checkpoint yet"
-        )
+        place = "from the start, as there is no checkpoint yet"
+        if resume:
+            place = f"from {self.folder.path}/checkpoints/step-{step}"
+        again = ""
+        if rows == step + 1:
+            again = f"; step {rows} again"
+        elif rows > step:
+            again = f"; steps {step + 1} to {rows} again"
         self.say(f"going on {place}{again}")
         return fitted, resume
 
     def _hint(self) -> str:
         """How the run can be resumed, at the end of a sentence."""
-        return (
-            f": resume with {self.folder.resume_command} --on ray"
-            if self.folder.latest.exists()
-            else ""
-        )
+        if not self.folder.latest.exists():
+            return ""
+        return f": resume with {self.folder.resume_command} --on ray"

@@ -1,28 +1,38 @@
-"""The config that a run goes on with: the run's own, changed in what the command line names and in
-nothing else. Needs no torch.
+"""The config that a run goes on with: the run's own, changed in what the command line names, in its
+layout where devices are lost, and in nothing else. Needs no torch.
 
 run/config.yaml  train.lr 1e-3  steps 100  layout dp2   the run's
 run.yaml         train.lr 2e-3  steps 100  layout dp2   what the file says now: told, and not taken
 command line                    steps 200               taken
 goes on with     train.lr 1e-3  steps 200  layout dp2
+
+3 devices are left    dp4     -> dp3       fewer replicas
+                      dp2.tp2 -> tp2       fewer replicas; one device is not used
+                      tp4     -> tp3       no replica has room: the nearest layout of as many ranks
+                      auto    -> planned again for 3
 """
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longshift.config import Config
 from longshift.config_file import load_config
-from longshift.errors import shown
+from longshift.errors import UsageError, shown
+from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
-from longshift.layout.layout import AUTO
-from longshift.trainer.plan_file import read
+from longshift.layout.layout import AUTO, Layout
+from longshift.trainer.plan_file import PlanFile, read
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.groups import Edge
 
 Say = Callable[[str], None]
+Change = Callable[[Layout], Layout | None]
 
 
 def resume_config(given: Config, file: Path, overrides: Sequence[str], say: Say) -> Config:
@@ -69,15 +79,14 @@ def _compare(
 ) -> tuple[Config, dict[str, tuple[Any, Any]]]:
     """The run's config with overrides, and in what `given` differs from it."""
     run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
-    given, run = with_its_plan(given, run, folder.path)
+    given, run = with_its_plan(given, run, read(folder.path))
     return run, changes(run, given)
 
 
-def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Config]:
+def with_its_plan(given: Config, run: Config, plan: PlanFile | None) -> tuple[Config, Config]:
     """Both configs, with one layout and home where the run's are what `auto` of the given one
-    became: of chunks, or of the plan in the folder, which the run goes on with."""
+    became: of chunks, or of the run's plan, which it goes on with."""
     request = given.layout
-    plan = read(folder)
 
     # 1. `layout: auto` stands for a choice of the plan, and `home: auto` for the plan's home.
     if isinstance(request, AutoLayout):
@@ -86,9 +95,9 @@ def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Con
             plan is not None
             and plan.asked == request.to_json()
             and run_values["layout"] in plan.choices
+            and plan.home == (run_values["home"]["at"] if given.home.at.auto else None)
         )
-        run_home = run_values["home"]["at"] if given.home.at.auto else None
-        if not is_planned or (plan.home if plan else None) != run_home:
+        if not is_planned:
             return given, run
         home = run.home
         if given.home.at.auto:
@@ -151,10 +160,66 @@ def _shown_value(value: Any) -> str:
 
 
 def _override(key: str, value: Any) -> str:
-    text = json.dumps(value)
-    if isinstance(value, str):
-        letters = value.replace(".", "").replace("-", "").replace("/", "")
-        text = value if letters.isalnum() else text
-    # A shell takes it as it stands, or in quotes.
-    is_plain = text.isascii() and " " not in text and '"' not in text
-    return f"{key}={text}" if is_plain else f"'{key}={text}'"
+    """The override as a shell takes it. A plain word is no other YAML without quotes."""
+    is_plain = isinstance(value, str) and re.fullmatch(r"[./-]*\w[\w./-]*", value, re.ASCII)
+    return shlex.quote(f"{key}={value if is_plain else json.dumps(value)}")
+
+
+def fit_ranks(config: Config, devices: int) -> Config:
+    """The config with layouts for so many devices, or for fewer. `layout: auto` stays to be
+    planned, for all of them. Raises UsageError where no layout is possible."""
+    if isinstance(config.layout, AutoLayout):
+        return config.with_layout(AutoLayout(devices, config.layout.fixed).to_json())
+    if config.world == devices:
+        return config
+    for ranks in range(devices, 0, -1):
+        if changed := _changed(config, partial(_with_replicas, ranks=ranks)):
+            return changed
+    if changed := _changed(config, partial(_nearest, config=config, devices=devices)):
+        return changed
+    raise UsageError(
+        f"layout {config.model_dump(mode='json')['layout']}: no layout like it is possible on"
+        f" {devices} devices"
+    )
+
+
+def _nearest(layout: Layout, config: Config, devices: int) -> Layout | None:
+    """The nearest layout of so many ranks that all stages of the run may have."""
+    for near in legal.nearest_layouts(layout, devices):
+        faults = (legal.faults(part.spec, near, None, float8=part.float8) for part in config.parts)
+        if not any(faults):
+            return near
+    return None
+
+
+def _with_replicas(layout: Layout, ranks: int) -> Layout | None:
+    """The layout with as many replicas as have so many ranks together; None where they do not."""
+    replicas, rest = divmod(ranks * layout.dp, layout.world)
+    return layout.with_degrees({"dp": replicas}) if replicas and not rest else None
+
+
+def _changed(config: Config, change: Change) -> Config | None:
+    """The config with all layouts changed, those of stages too; None where that is not possible."""
+    values = config.model_dump(mode="json")
+    try:
+        values["layout"] = _change_value(values["layout"], change)
+        for stage in values["train"]["stages"]:
+            if "layout" in stage:
+                stage["layout"] = _change_value(stage["layout"], change)
+        changed = Config.model_validate(values)
+        for part in changed.parts:
+            part.check_layouts()
+    except (UsageError, ValueError):  # a layout, or the config with it
+        return None
+    return changed
+
+
+def _change_value(value: Any, change: Change) -> Any:
+    """A layout, or layouts by length, in the config's form. Raises UsageError where one cannot be
+    changed."""
+    if not isinstance(value, str):
+        return [edge | {"use": _change_value(edge["use"], change)} for edge in value]
+    changed = change(Layout.parse(value))
+    if changed is None:
+        raise UsageError(f"layout {value} cannot be changed so")
+    return str(changed)

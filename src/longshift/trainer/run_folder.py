@@ -9,7 +9,6 @@ LATEST           the newest checkpoint that is durable
 identity         random: what shows that a checkpoint is of this run
 errors/          rank-N.json: why rank N failed
 .lock            held while a process trains here
-.ranks           held by each of its ranks, which may outlive it by a step
 """
 
 import fcntl
@@ -50,7 +49,6 @@ from longshift.trainer.trackers import expect
 LEFT = re.compile(
     r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST|identity)\.writing"
 )
-RANKS_S = 10.0  # to wait for ranks whose launcher was killed
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,8 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """The path as a person would type it from here."""
-        return shlex.quote(
-            os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)
-        )
+        """The path as a person would type it from here, in a shell."""
+        return shlex.quote(shown_path(self.path))
 
     @property
     def export_command(self) -> str:
@@ -124,14 +120,10 @@ class RunFolder:
         step = name.removeprefix("step-")
         return int(step) if step.isdecimal() else 0
 
-    def joined(self) -> IO[str] | None:
-        """A file that is open while this rank, which a launcher started, may write here. Raises
-        OutOfMemoryError and CheckpointError."""
-        with written(str(self.path)):
-            file = (self.path / ".ranks").open("a", encoding="utf-8")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return file
+
+def shown_path(path: Path) -> str:
+    """A path as a person would write it from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def prepare(config: Config, resume: bool, rank: int = 0, alone: bool = True) -> RunFolder:
@@ -177,7 +169,6 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
         )
     folder = replace(folder, lock=_lock(folder) if rank == 0 else None)
     if alone:
-        _wait_for_ranks(folder)
         _sweep(folder)
         with suppress(OSError):  # no temporary folder at all
             sweep(Path(tempfile.gettempdir()))
@@ -235,25 +226,6 @@ def _sweep(folder: RunFolder) -> None:
                 path.unlink()
 
 
-def _wait_for_ranks(folder: RunFolder) -> None:
-    """Wait for ranks whose launcher was killed: they end after the step in hand, saved."""
-    until = time.monotonic() + RANKS_S
-    with suppress(FileNotFoundError), (folder.path / ".ranks").open(encoding="utf-8") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise UsageError(
-                        f"ranks of a launcher that is gone still save in {folder.shown}; wait for"
-                        " them, or end them"
-                    ) from None
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                return
-
-
 def _written_here(folder: RunFolder) -> bool:
     """Whether a run has left its machine there."""
     try:
@@ -303,13 +275,13 @@ def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
     """Where the run is, and what can be done with it."""
     rows = read_rows(folder.metrics)
     # After a loss of power there may be no row of the checkpoint.
-    steps = max(rows[-1]["step"] if rows else 0, folder.steps_saved())
-    is_early = bool(rows) and rows[-1].get("early", False)
-    stopped = rows[-1].get("stopped") if rows else None
-    is_finished = steps >= run.train.steps or is_early or stopped is not None
-    can_be_longer = (
-        steps >= run.train.steps and not is_early and stopped is None and not run.train.stages
-    )
+    last = rows[-1] if rows else {}
+    steps = max(last.get("step", 0), folder.steps_saved())
+    is_early = last.get("early", False)
+    stopped = last.get("stopped")
+    has_ended_itself = is_early or stopped is not None
+    is_complete = steps >= run.train.steps
+    can_be_longer = is_complete and not has_ended_itself and not run.train.stages
     losses = {row["step"]: row["valid_loss"] for row in rows if row.get("valid_loss") is not None}
     best_step = min(losses, key=losses.__getitem__, default=None)
     return RunSummary(
@@ -317,11 +289,11 @@ def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
         shown=folder.shown,
         steps=steps,
         planned_steps=run.train.steps,
-        finished=is_finished,
+        finished=is_complete or has_ended_itself,
         early=is_early,
         stopped=stopped,
         first_loss=rows[0]["loss"] if rows else None,
-        last_loss=rows[-1]["loss"] if rows else None,
+        last_loss=last.get("loss"),
         export=folder.export_command,
         resume=folder.resume_command + f" train.steps={2 * steps}" * can_be_longer,
         best_step=best_step,
@@ -355,8 +327,7 @@ class Cause(BaseModel):
     rank: int
     kind: str
     message: str
-    exit_code: int
-    time_s: float
+    time_s: float = 0.0
     trace: str = ""
 
     def to_json(self) -> str:
@@ -368,15 +339,8 @@ def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
     known = isinstance(error, LongshiftError)
     trace = "" if known else "".join(traceback.format_exception(error))
     message = str(error) if known else f"{type(error).__name__}: {error}"
-    code = error.exit_code if known else LongshiftError.exit_code
-    cause = Cause(
-        rank=rank,
-        kind=type(error).__name__,
-        message=message,
-        exit_code=code,
-        time_s=time.time(),
-        trace=trace,
-    )
+    kind = type(error).__name__
+    cause = Cause(rank=rank, kind=kind, message=message, time_s=time.time(), trace=trace)
     with suppress(OSError):  # it may be why the rank failed
         folder.errors.mkdir(exist_ok=True)
         rewrite(folder.errors / f"rank-{rank}.json", cause.to_json())
@@ -430,12 +394,8 @@ def _silent(rank: int, code: int) -> Cause:
     """The cause of a rank that ended without telling one."""
     if code >= 0:
         message = f"ended with exit code {code} and no message"
-        return Cause(
-            rank=rank, kind="Exit", message=message, exit_code=code, time_s=0.0, trace="(none)"
-        )
+        return Cause(rank=rank, kind="Exit", message=message, trace="(none)")
     name = signal.Signals(-code).name
     hint = "; the kernel does this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
     message = f"rank {rank} was ended by {name}{hint}"
-    return Cause(
-        rank=rank, kind="Signal", message=message, exit_code=PeerError.exit_code, time_s=0.0
-    )
+    return Cause(rank=rank, kind="Signal", message=message)

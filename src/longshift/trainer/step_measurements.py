@@ -1,12 +1,14 @@
-"""What the steps of a run took, and what that says of the cluster: `longshift calibrate`, and
-`layout: auto` after its trials."""
+"""Steps of a run beside the clock. What they took says something of the cluster: `longshift
+calibrate`, and `layout: auto` after its trials. By what trials have said of this machine, steps are
+predicted before they are trained."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,9 +22,10 @@ from longshift.errors import UsageError
 from longshift.simulate.calibrate import LOOKS, StepFit, band_of_errors, by_steps
 from longshift.simulate.calibrate import MOST as MOST_CONSTANTS
 from longshift.step_report import RunForecast, layout_text
-from longshift.terminal import silent
+from longshift.terminal import say, silent
 from longshift.trainer.corpus import open_corpus
-from longshift.trainer.metrics import read_rows
+from longshift.trainer.metrics import StepMetrics, read_rows
+from longshift.trainer.plan_file import place, read
 from longshift.trainer.run_folder import RunFolder
 
 MOST = 24  # steps of a run that are played
@@ -30,13 +33,15 @@ LEAST = 4  # steps without which nothing is said
 PLAYS = 2 + len(MOVED) + (LOOKS - 1) * (1 + MOST_CONSTANTS)  # of all steps, at the most
 LONGEST_S = 60.0  # that they should take together
 TOLD_EVERY_S = 10.0
+SHARE = 0.01  # of the run's seconds, that predicting may take
+# Steps that say how wide the band is: few, so that it follows a machine that other work slows down.
+RECENT = 8
 
 
 def profile_here(world: World) -> Cluster | None:
     """The profile of the machine that ranks run on; None where it was not measured."""
-    return profile_of_host(
-        world.per_node, -(-world.size // world.per_node), world.device.type, cores=world.cores
-    )
+    nodes = -(-world.size // world.per_node)
+    return profile_of_host(world.per_node, nodes, world.device.type, cores=world.cores)
 
 
 def clock_steps(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
@@ -77,8 +82,7 @@ def read_measurements(run: Path, config: Config) -> list[StepMeasurement]:
     usable = [
         row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors
     ]
-    indices = np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int)
-    selected = [usable[i] for i in sorted({*indices.tolist()})]
+    selected = _evenly_chosen(usable, MOST)
 
     # 2. Read their documents.
     _, cache = open_corpus(config, verify=False)
@@ -98,6 +102,12 @@ def read_measurements(run: Path, config: Config) -> list[StepMeasurement]:
             " them under its config"
         )
     return steps
+
+
+def _evenly_chosen(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the items, from the first to the last."""
+    places = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
+    return [items[place] for place in places]
 
 
 @dataclass(frozen=True)
@@ -177,10 +187,7 @@ def fit_measurements(
     play({})
     expected_s = (time.monotonic() - began_s) * PLAYS
     if expected_s > LONGEST_S:
-        number = max(LEAST, int(len(steps) * LONGEST_S / expected_s))
-        steps = [
-            steps[place] for place in np.linspace(0, len(steps) - 1, number).round().astype(int)
-        ]
+        steps = _evenly_chosen(steps, max(LEAST, int(len(steps) * LONGEST_S / expected_s)))
     tell(f"playing {len(steps)} steps on the clock takes about {min(expected_s, LONGEST_S):.0f} s")
     fit = by_steps(play, np.array([step.seconds for step in steps]))
     errors = tuple(fit.held_back.tolist())
@@ -192,3 +199,62 @@ def fit_measurements(
         errors,
     )
     return CalibrationFit(replace(profile, calibration=calibration), tuple(steps), fit)
+
+
+class StepForecast:
+    """Predicts steps of a run. Mutable: its band follows how far off it was. The first step, in
+    which memory is allocated, and steps for which it has no time are left out."""
+
+    def __init__(self, config: Config, cluster: Cluster, errors: Sequence[float]):
+        """`errors`: measured over predicted seconds, less 1, of the steps so far."""
+        self._forecast = RunForecast(config, cluster)
+        self._errors = deque(errors, maxlen=RECENT)
+        self._spent_s = 0.0
+        self._trained_s = 0.0
+        self._said: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, run: Path, config: Config, world: World) -> Self | None:
+        """What predicts the steps that this rank trains under `config`; None on other ranks than 0,
+        where the run's plan was not calibrated or is of other layouts, and where this machine's
+        profile is not the one that it was calibrated by, which is said."""
+        plan = read(run) if world.rank == 0 else None
+        if (
+            plan is None
+            or plan.calibration is None
+            or config.model_dump(mode="json")["layout"] != plan.layout
+        ):
+            return None
+        profile = profile_here(world)
+        if profile is None or figures(profile) != plan.calibration.fingerprint:
+            say(
+                f"steps are not predicted: {place(run)} was calibrated by another profile of this"
+                " machine"
+            )
+            return None
+        rows = [row for row in read_rows(RunFolder(run).metrics) if "predicted_seconds" in row]
+        since = [row["seconds"] / row["predicted_seconds"] - 1 for row in rows]
+        return cls(
+            config,
+            replace(profile, calibration=plan.calibration),
+            [*plan.calibration.errors, *since],
+        )
+
+    def predict(self, lengths: Sequence[int]) -> None:
+        """Predict a step with documents of these lengths: its seconds, and a band by how far off
+        the steps before it were."""
+        self._said = {}
+        if self._spent_s < SHARE * self._trained_s:
+            began = time.perf_counter()
+            self._said = {
+                "predicted_seconds": self._forecast.step(lengths).seconds,
+                "band": band_of_errors(self._errors),
+            }
+            self._spent_s += time.perf_counter() - began
+
+    def beside(self, metrics: StepMetrics) -> StepMetrics:
+        """The metrics of that step with what was predicted."""
+        self._trained_s += metrics.seconds
+        if self._said:
+            self._errors.append(metrics.seconds / self._said["predicted_seconds"] - 1)
+        return replace(metrics, **self._said)

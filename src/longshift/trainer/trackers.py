@@ -34,7 +34,7 @@ from typing import Any, Protocol, TextIO
 from longshift.errors import UsageError, shown
 from longshift.terminal import say
 from longshift.trainer.metrics import StepMetrics
-from longshift.user_code import describe_error, is_object, load_object, printing_aside, split_object
+from longshift.user_code import describe_error, is_object, load_object, printing_aside
 
 # Of a step's fields, those that are no number of their own.
 PLAIN = ("step", "groups", "layout", "valid", "home", "logged", "stopped")
@@ -63,7 +63,7 @@ class Tracker(Protocol):
         """End. `ok`: whether the run has ended without an error."""
 
 
-class PackageTracker:
+class PackageTracker(Tracker):
     """A tracker that is a package. Mutable: `run`, of the package."""
 
     package = ""
@@ -75,14 +75,8 @@ class PackageTracker:
         self.library: Any = import_module(self.package)
         self.run: Any = None
 
-    def start(self, config: Mapping[str, Any], first: int) -> None:
-        raise NotImplementedError
-
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self.run.log(dict(row), step=step)
-
-    def finish(self, ok: bool) -> None:
-        raise NotImplementedError
 
     def part_names(self, first: int) -> dict[str, str]:
         """What a process of the run that begins with step `first` is called, and the group of all
@@ -206,28 +200,20 @@ def open_trackers(names: Sequence[str], folder: Path, project: str) -> dict[str,
     and left out. Raises UsageError where a package, or a person's module, cannot be imported."""
     trackers = dict[str, Tracker]()
     for name in names:
-        if not is_object(name):
-            trackers[name] = _open_package(name, folder, project)
-            continue
-        make = load_object(name, KEY)
+        make = load_object(name, KEY) if is_object(name) else TRACKERS[name]
         try:
             with printing_aside():
                 trackers[name] = make(folder, project)
         except (Exception, SystemExit) as fault:
+            if name in TRACKERS and isinstance(fault, ImportError):
+                raise UsageError(
+                    f"{KEY}: {name} cannot be imported ({fault}): pip install 'longshift[{name}]'"
+                ) from None
             say(
                 f"{name} failed when it was made, and the run goes on without it:"
-                f" {describe_error(fault, split_object(name)[0])}"
+                f" {describe_error(fault, name.partition(':')[0])}"
             )
     return trackers
-
-
-def _open_package(name: str, folder: Path, project: str) -> PackageTracker:
-    try:
-        return TRACKERS[name](folder, project)
-    except ImportError as fault:
-        raise UsageError(
-            f"save.trackers: {name} cannot be imported ({fault}): pip install 'longshift[{name}]'"
-        ) from None
 
 
 def expect(names: Sequence[str]) -> None:

@@ -7,10 +7,10 @@ they are the run's own.
                 a checkpoint at each bar, which any layout loads
 
 Steps have different documents, so each is compared with what the clock has for its own
-(`trainer.trial_ranking` says which choice goes on). The first step of a trial, in which memory is
+(`trainer.plan_file` says which choice goes on). The first step of a trial, in which memory is
 allocated and kernels are chosen, is not counted. The others are steps of known layouts: they
 calibrate what is known of the machine, by which the steps that follow are predicted
-(`trainer.step_forecast`).
+(`trainer.step_measurements`).
 """
 
 import json
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from longshift.cluster.cluster import Calibration
+from longshift.cluster.cluster import Calibration, Cluster
 from longshift.config import Config
 from longshift.dist.world import World
 from longshift.errors import UsageError
@@ -52,6 +52,7 @@ def train_trials(
     ):
         yield from play(config, resume, None)
         return
+    profile = profile_here(world)
     while plan.chosen is None:
         # 1. Train the trial's steps.
         trial_config = plan.config(config)
@@ -63,15 +64,15 @@ def train_trials(
             return
 
         # 2. Add its seconds to the plan, alike on all ranks, since each decides what goes on.
-        seconds = _trial_seconds(trial_config, steps, world) if world.rank == 0 else None
+        seconds = _trial_seconds(trial_config, steps, profile) if world.rank == 0 else None
         measured_s, clock_s = json.loads(world.gather_text(json.dumps(seconds))[0])
         plan = plan.after(measured_s, clock_s)
 
         # 3. Save the plan; after the last trial, with what the steps say of the machine.
         if world.rank == 0:
             saved = plan
-            if plan.chosen is not None:
-                saved = replace(plan, calibration=_calibration(run, config, world))
+            if plan.chosen is not None and profile is not None:
+                saved = replace(plan, calibration=_calibration(run, config, profile))
             with written(str(file)):
                 rewrite(file, saved.to_json())
         resume = True
@@ -79,30 +80,25 @@ def train_trials(
 
 
 def _trial_seconds(
-    config: Config, steps: Sequence[StepMetrics], world: World
+    config: Config, steps: Sequence[StepMetrics], profile: Cluster | None
 ) -> tuple[list[float], list[float]]:
     """What the steps of a trial but the first took, and what the clock has for their documents;
     where this machine was not measured, no seconds of the clock, which is said."""
-    profile = profile_here(world)
+    measured_s = [step.seconds for step in steps[1:]]
     if profile is None:
         say(
             "this machine has no profile any more: what the trials took is not compared with the"
             " clock"
         )
-    clock_s = (
-        []
-        if profile is None
-        else clock_steps(config, profile, [step.cursor for step in steps[:-1]])
-    )
-    return [step.seconds for step in steps[1:]], clock_s
+        return measured_s, []
+    return measured_s, clock_steps(config, profile, [step.cursor for step in steps[:-1]])
 
 
-def _calibration(run: Path, config: Config, world: World) -> Calibration | None:
-    """What the steps of the trials say of this machine; None where it was not measured, and where
-    they are too few, which is said."""
-    profile = profile_here(world)
+def _calibration(run: Path, config: Config, profile: Cluster) -> Calibration | None:
+    """What the steps of the trials say of this machine; None where they are too few, which is
+    said."""
     try:
-        return None if profile is None else fit_measurements(run, config, profile).calibration
+        return fit_measurements(run, config, profile).calibration
     except UsageError as fault:
         say(f"not calibrated: {fault}")
         return None

@@ -22,10 +22,10 @@ class Validator:
     """The validations of a stage. Mutable: `losses` so far, by step, of all stages, the same on all
     ranks; `begin`: the run's steps before the stage."""
 
-    def __init__(self, config: Config, documents: ValidSet):
+    def __init__(self, settings: ValidationConfig, documents: ValidSet, last_step: int):
         self.documents = documents
-        self.settings = config.validation or ValidationConfig()
-        self.last_step = config.train.steps
+        self.settings = settings
+        self.last_step = last_step
         self.losses: dict[int, float] = {}
         self.begin = 0
 
@@ -36,18 +36,16 @@ class Validator:
         if data.valid is None and data.held_out is None:
             return None
         _, cache = open_on_ranks(config, world, data.valid)
-        tokens = (config.validation or ValidationConfig()).tokens
-        return cls(
-            config,
-            ValidSet.of(
-                cache,
-                data.max_len,
-                data.overlong,
-                tokens,
-                config.train.tokens_per_step,
-                data.held_out or 0.0,
-            ),
+        settings = config.validation or ValidationConfig()
+        documents = ValidSet.of(
+            cache,
+            data.max_len,
+            data.overlong,
+            settings.tokens,
+            config.train.tokens_per_step,
+            data.held_out or 0.0,
         )
+        return cls(settings, documents, config.train.steps)
 
     def remember(self, run: Path, world: World, begin: int, last_step: int) -> None:
         """Take the losses of the run's steps up to `last_step` from its metrics; collective: rank

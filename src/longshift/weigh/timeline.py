@@ -76,7 +76,6 @@ class Timeline(ExitStack):
     def _device_bytes(self) -> int:
         if self._tensors is None:
             return torch.cuda.memory_allocated(self.device)
-        self._tensors.refresh()  # it does not see that a storage is resized
         return self._tensors.now[self.device.type]
 
     @property
