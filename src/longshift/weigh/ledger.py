@@ -32,14 +32,11 @@ class StepEstimate:
     `peaks`: by place.
     `sent`: bytes out of the rank to others, by communicator.
     `moved`: bytes put into tiers and fetched.
-    `flops`: of matmuls and of attention, causal scores counted once, recomputation included; only
-    where the step itself was played.
     """
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
 
     @property
     def device(self) -> int:
@@ -62,7 +59,7 @@ class Ledger(OperationPlayer):
         super().__init__()
         self.steps = steps
         self.memory = RankMemory(
-            steps, transport, same_format, host_is_device, ahead, float8, with_peaks
+            steps, transport, same_format, host_is_device, ahead, float8, with_peaks, self.op_name
         )
         self.allocations = self.memory.allocations
         self.home = StateMemory(self.memory)
@@ -121,18 +118,15 @@ class Ledger(OperationPlayer):
             self.num_steps += 1
             self._play_step(program, after if is_last else None)
 
-        snapshots = self.allocations.snapshots.get(WHOLE_STEP, {})
         return StepEstimate(
-            peaks={place: snapshot.peak(self.op_name) for place, snapshot in snapshots.items()},
+            peaks=dict(self.allocations.snapshots.get(WHOLE_STEP, {})),
             sent=dict(self.memory.sent),
             moved=dict(self.memory.moved),
-            flops=self.memory.flops,
         )
 
     def _play_step(self, program: Sequence[Op], after: Callable[[Op], object] | None) -> None:
         self.memory.sent.clear()
         self.memory.moved.clear()
-        self.memory.flops = 0
         with_peaks = self.memory.with_peaks
         for number, op in enumerate(program):
             if with_peaks:
@@ -176,8 +170,8 @@ class Ledger(OperationPlayer):
         self.home.total(op.unit)
 
     def _norm(self, op: Op) -> None:
-        num_bytes = 16  # two float64: the loss and the squared norm
-        self.memory.send("everyone", self.memory.all_reduce_bytes(num_bytes, self.steps.world))
+        # Two float64: the loss and the squared norm.
+        self.memory.begin_collective("everyone", "sum", self.steps.world, elements=2, item_bytes=8)
 
     def _update(self, op: Op) -> None:
         self.home.update(op.unit)

@@ -8,13 +8,12 @@ is counted is never less than what is. Of what a kernel needs inside itself only
 FlashAttention's backward on a GPU is counted.
 """
 
-import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,26 +32,9 @@ from longshift.spec.model import attended
 Transport = Literal["gloo", "nccl"]
 
 META = torch.device("meta")
-FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the left factor
-# Elementwise operations whose results are true or false.
-OF_TRUTHS = {
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "isinf",
-    "isnan",
-    "isfinite",
-    "isposinf",
-    "isneginf",
-    "signbit",
-}
-# Operations whose results are integers, if their arguments are.
-OF_INTEGERS = {"add", "sub", "mul", "where", "neg", "bitwise_and", "bitwise_or", "bitwise_not"}
-SCALARS = {"alpha", "approximate"}  # keyword arguments that change no shape or format
+# Operations whose result has the storage of an argument, or gives it another.
+CHANGE_STORAGE = {"_unsafe_view", "resize_", "set_"}
 # Operations that touch no element, and those that write one tensor which they do not read.
 NO_KERNEL = {
     "empty",
@@ -60,9 +42,7 @@ NO_KERNEL = {
     "empty_strided",
     "new_empty",
     "new_empty_strided",
-    "resize_",
-    "set_",
-    "_unsafe_view",
+    *CHANGE_STORAGE,
 }
 ONLY_WRITE = {"copy_", "fill_", "zero_"}
 # Operations that read, or write, some elements of a tensor: as many as the result, or the values,
@@ -82,10 +62,6 @@ class Matmul(NamedTuple):
     columns: int
     sums_tokens: bool
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.rows * self.inner * self.columns
-
 
 class MemoryPass(NamedTuple):
     """A kernel that reads and writes memory: elementwise operations, sums, copies. `sizes`: bytes
@@ -103,16 +79,6 @@ class AttentionCall(NamedTuple):
     keys: int
     pairs: float
     heads: Heads
-
-    @property
-    def flops(self) -> int:
-        """Causal scores are counted once."""
-        return int(
-            (BACKWARD if self.backward else FORWARD)
-            * self.pairs
-            * self.heads.query
-            * self.heads.width
-        )
 
 
 class Collective(NamedTuple):
@@ -145,15 +111,10 @@ class TurnProfile:
     buffers: dict[str, int] = field(default_factory=dict)
     calls: tuple[DeviceCall, ...] = field(default=(), repr=False)
 
-    @cached_property
-    def flops(self) -> int:
-        """Of matmuls and of attention."""
-        return sum(call.flops for call in self.calls if isinstance(call, Matmul | AttentionCall))
-
 
 class TurnRecorder(TorchDispatchMode):
-    """Counts bytes, FLOPs and messages of meta tensors. Mutable. `transport`: NCCL stands for GPUs,
-    gloo for CPUs."""
+    """Counts bytes, kernels and messages of meta tensors. Mutable. `transport`: NCCL stands for
+    GPUs, gloo for CPUs."""
 
     def __init__(self, transport: Transport):
         super().__init__()
@@ -200,21 +161,17 @@ class TurnRecorder(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        # 1. What the schema tells is not computed. [Note: meta kernels]
+        # 1. What an operation writes in place, or is given as `out`, is its result.
         target = _target(func)
         if target == "self":
             return args[0]
         if target and kwargs[target].numel():
             return kwargs[target]
-        if target is None and _is_elementwise(func) and kwargs.keys() <= SCALARS:
-            result = _broadcast(func, args)
-            if result is not None:
-                return result
 
-        # 2. Other results.
-        if func in RESULTS:
-            return RESULTS[func](*args, **kwargs)
-        out = func(*args, **kwargs)
+        # 2. Other results. [Note: meta kernels]
+        if func.is_view or func._opname in CHANGE_STORAGE or target:
+            return func(*args, **kwargs)
+        out = _make(_result(func, _describe(args), _describe(tuple(kwargs.items()))))
         if func is aten.native_layer_norm.default and self.transport == "gloo":
             y, *statistics = out
             return y, *(x.to(y.dtype) for x in statistics)  # a CPU keeps them in y's format
@@ -358,81 +315,50 @@ class TurnRecorder(TorchDispatchMode):
 
 
 # [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a
-# dispatch takes ten microseconds. What the operation's schema tells is not computed: the tensor
-# that is written in place or given as `out`, and the shape of an elementwise result.
+# dispatch takes ten microseconds. What they make depends on shapes and formats alone, so that each
+# is asked once.
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)
+class TensorShape(NamedTuple):
+    """What decides which tensor an operation makes of this one."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    shape = list(max(tensors, key=lambda x: x.ndim).shape)
-    # An empty tensor of one dim fits anywhere.
-    shape[dim] = sum(x.shape[dim] for x in tensors if x.ndim == len(shape))
-    return _empty(shape, tensors[0].dtype)
+class Scalar(NamedTuple):
+    """Another argument. 1, 1.0 and True are equal, and make tensors of different formats."""
+
+    type: type
+    value: Any
 
 
-def _reduce(
-    x: Tensor,
-    dims: Sequence[int] | None = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    reduced_dims = {dim % x.ndim for dim in (dims or range(x.ndim))}
-    shape = []
-    for dim, size in enumerate(x.shape):
-        if dim not in reduced_dims:
-            shape.append(size)
-        elif keepdim:
-            shape.append(1)
-    return _empty(shape, dtype or x.dtype)
+def _describe(value: Any) -> Any:
+    """The arguments, or results, of an operation as a value that can be compared."""
+    if isinstance(value, Tensor):
+        return TensorShape(value.shape, value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple(map(_describe, value))
+    return Scalar(type(value), value)
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """A new tensor of this shape, whose dims lie in memory in the same order."""
-    if x.is_contiguous():
-        return _empty(x.shape, dtype or x.dtype)
-    outermost_first = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
-    inverse = [outermost_first.index(dim) for dim in range(x.ndim)]
-    return _empty([x.shape[dim] for dim in outermost_first], dtype or x.dtype).permute(inverse)
+def _make(described: Any) -> Any:
+    """New arguments, or results, of this description."""
+    match described:
+        case TensorShape():
+            return torch.empty_strided(
+                described.size, described.stride, dtype=described.dtype, device=META
+            )
+        case Scalar():
+            return described.value
+    return tuple(map(_make, described))
 
 
-def _sum(
-    x: Tensor,
-    dims: Sequence[int] | None = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    return _reduce(x, dims, keepdim, dtype or (x.dtype if x.is_floating_point() else torch.int64))
-
-
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    shape = list(tensors[0].shape)
-    shape.insert(dim % (len(shape) + 1), len(tensors))
-    return _empty(shape, tensors[0].dtype)
-
-
-# Tensors that operations make, where torch takes longest to say: shape and format, from their
-# arguments.
-RESULTS: Mapping[Any, Callable[..., Tensor]] = {
-    aten.arange.start_step: lambda start, end, step=1, dtype=None, **options: _empty(
-        (-(-(end - start) // step),), dtype or torch.int64
-    ),
-    aten.cat.default: _concatenate,
-    aten.amax.default: _reduce,
-    aten.linalg_vector_norm.default: lambda x, order=2, *args, **options: _reduce(
-        x, *args, **options
-    ),
-    aten.mm.default: lambda left, right: _empty((left.shape[0], right.shape[1]), left.dtype),
-    aten.mv.default: lambda left, right: _empty(left.shape[:1], left.dtype),
-    aten.empty_like.default: _like,
-    aten.zeros_like.default: _like,
-    aten.stack.default: _stack,
-    aten.sum.default: lambda x, dtype=None: _sum(x, dtype=dtype),
-    aten.sum.dim_IntList: _sum,
-    aten.new_empty.default: lambda x, size, dtype=None, **options: _empty(size, dtype or x.dtype),
-}
+@lru_cache(maxsize=1 << 16)
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation makes of arguments with these descriptions."""
+    return _describe(func(*_make(args), **dict(_make(kwargs))))
 
 
 @cache
@@ -440,51 +366,9 @@ def _target(func: Any) -> str | None:
     """Where an operation writes its one result: "self", or the name of the argument; None where it
     makes a tensor."""
     names = [argument.name for argument in func._schema.arguments if argument.is_write]
-    if len(names) != 1 or func.is_view or func._opname in ("resize_", "set_"):
+    if len(names) != 1 or func.is_view or func._opname in CHANGE_STORAGE:
         return None
     return "self" if func._schema.arguments[0].name == names[0] else names[0]
-
-
-@cache
-def _is_elementwise(func: Any) -> bool:
-    """Whether the result has the common shape of the arguments."""
-    return torch.Tag.pointwise in func.tags and len(func._schema.returns) == 1
-
-
-def _broadcast(func: Any, args: tuple) -> Tensor | None:
-    """The result of an elementwise operation; None where torch has to say of which format it is."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    first = tensors[0]
-    values = tensors[1:] if func._opname == "where" else tensors
-
-    # 1. Its format. Scalars count where they are floating point and no other value is.
-    dtypes = {x.dtype for x in values if x.ndim} or {x.dtype for x in values}
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    if not dtype.is_floating_point:
-        dtype = next((x.dtype for x in values if not x.ndim and x.is_floating_point()), dtype)
-    if func._opname in OF_TRUTHS or func._opname.startswith("logical_"):
-        dtype = torch.bool
-    elif not (dtype.is_floating_point or _stays_integer(func._opname, dtype, args)):
-        return None
-    elif (
-        dtype == first.dtype
-        and not first.is_contiguous()
-        and all(x.shape == first.shape for x in tensors)
-    ):
-        return _like(first)
-
-    # 2. Its shape.
-    shape = [1] * max(x.ndim for x in tensors)
-    for x in tensors:
-        for dim in range(1, x.ndim + 1):
-            shape[-dim] = max(shape[-dim], x.shape[-dim]) if x.shape[-dim] else 0
-    return _empty(shape, dtype)
-
-
-def _stays_integer(name: str, dtype: torch.dtype, args: tuple) -> bool:
-    if name not in OF_INTEGERS or any(isinstance(x, float) for x in args):
-        return False
-    return dtype != torch.bool or name.startswith("bitwise_")
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:

@@ -20,11 +20,12 @@ What a turn begins with stays for as long as it runs.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from longshift.dist.collectives import Pending
 from longshift.layout import axes
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.loss_rows import loss_rows
@@ -40,12 +41,21 @@ from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.compose import layout_ops
 from longshift.step.runner import loss_of_rows
-from longshift.weigh.recorder import META, RecordedWorld, Transport, TurnProfile, TurnRecorder
+from longshift.weigh.recorder import (
+    META,
+    RecordedGroup,
+    RecordedWorld,
+    Transport,
+    TurnProfile,
+    TurnRecorder,
+)
 
 Part = Literal["embed", "block", "block with output", "attention half"]
 Phase = Literal["pass", "forward", "backward"]
 
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "sum"]
+
+DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
 
 
 @dataclass(frozen=True)
@@ -247,6 +257,55 @@ class RankPlayer:
         with self.recorder.recording() as turn:
             loss_of_rows(head, x, dx, self.micro, self.ops, number, seed=1.0)
         return turn.profile(grads=gradient_bytes(head))
+
+
+class Collective(NamedTuple):
+    """Profiles of a collective's begin and of the wait for its end.
+
+    The `output` of the begin is where it ends, its `graph` what it holds until then, besides what
+    there was before.
+    """
+
+    begin: TurnProfile
+    end: TurnProfile
+
+
+@lru_cache(maxsize=4096)
+def play_collective(
+    transport: Transport,
+    purpose: str,
+    operation: CollectiveName,
+    holders: int,
+    elements: int,
+    item_bytes: int,
+) -> Collective:
+    """Play a collective among `holders`, with a slot of so many elements for each; an all-reduce,
+    and the sum of a small tensor, with one slot."""
+    recorder = TurnRecorder(transport)
+    group = RecordedGroup(tuple(range(holders)), 0, purpose, recorder)
+    dtype = DTYPES[item_bytes]
+    slots = 1 if operation in ("all_reduce", "sum") else holders
+    pending = Pending()
+    with recorder:
+        x = torch.empty((slots, elements), dtype=dtype, device=META)
+    with recorder.recording() as turn:
+        match operation:
+            case "all_gather":
+                out = torch.empty_like(x)
+                pending = group.all_gather(out, x.new_empty(elements))
+            case "reduce_scatter":
+                out = x.new_empty(elements)
+                pending = group.reduce_scatter(out, x)
+            case "all_reduce":
+                out = x.view(-1)
+                pending = group.start_all_reduce(out)
+            case "sum":
+                out = group.all_reduce(x)
+    out_bytes = 0 if slots == 1 else out.untyped_storage().nbytes()
+    begin = turn.profile(output=out_bytes, graph=turn.left_bytes - out_bytes)
+    with recorder.recording() as turn:
+        pending.wait()
+    return Collective(begin, turn.profile())
 
 
 def gradient_bytes(module: nn.Module) -> int:
