@@ -73,8 +73,8 @@ class AllocationTracker:
     `op_name`: of an operation in them.
     """
 
-    def __init__(self, op_name: Callable[[Op], str]) -> None:
-        self.op_name = op_name
+    def __init__(self) -> None:
+        self.op_name: Callable[[Op], str] = str
         self.now: Counter[str] = Counter()
         self.by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.peaks: dict[str, int] = {}
@@ -126,6 +126,7 @@ class AllocationTracker:
         self.has_new_peak = False
 
 
+@dataclass(eq=False)
 class RankMemory:
     """Memory and traffic of a rank, and what they depend on. Mutable.
 
@@ -137,37 +138,26 @@ class RankMemory:
     `with_peaks`: whether peaks are wanted, and so what operations need as workspace. Traffic is
     known without.
 
-    `op_name`: of an operation in the snapshots of peaks.
-
     `sent`, `moved`: bytes by communicator, and by way between memories.
     `added_bytes`: of gradients that were added to their sums in a pass of its own.
     `coded_bytes`: read and written to send in the formats of `wire`.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        transport: Transport,
-        same_format: bool,
-        host_is_device: bool,
-        ahead: int,
-        float8: bool,
-        with_peaks: bool,
-        op_name: Callable[[Op], str],
-    ):
-        self.steps = steps
-        self.transport: Transport = transport
-        self.same_format = same_format
-        self.host_is_device = host_is_device
-        self.ahead = ahead
-        self.float8 = float8
-        self.with_peaks = with_peaks
+    steps: Steps
+    transport: Transport
+    same_format: bool
+    host_is_device: bool
+    ahead: int = 1
+    float8: bool = False
+    with_peaks: bool = True
 
-        self.weight_bytes, self.sum_bytes = steps.bytes
-        self.adds_inside = adds_inside(self.weight_bytes, self.sum_bytes, transport == "nccl")
-        self.host: Place = "device" if host_is_device else "host"
+    def __post_init__(self) -> None:
+        self.weight_bytes, self.sum_bytes = self.steps.bytes
+        on_gpu = self.transport == "nccl"
+        self.adds_inside = adds_inside(self.weight_bytes, self.sum_bytes, on_gpu)
+        self.host: Place = "device" if self.host_is_device else "host"
 
-        self.allocations = AllocationTracker(op_name)
+        self.allocations = AllocationTracker()
         self.sent = Counter[str]()
         self.moved = Counter[str]()
         self.added_bytes = 0

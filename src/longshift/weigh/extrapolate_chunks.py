@@ -120,18 +120,14 @@ def record_step(
     snapshots = ledger.allocations.track_instants()
     op_visits: list[int] = []
     traffic = Counter[tuple[int, str, str]]()
-    previous = Counter[tuple[str, str]]()
+    previous = {"sent": Counter[str](), "moved": Counter[str]()}
 
     def record(op: Op) -> None:
-        nonlocal previous
         op_visits.append(op.visit)
-        total = Counter[tuple[str, str]]()
         for kind, sizes in (("sent", memory.sent), ("moved", memory.moved)):
-            for name, size in sizes.items():
-                total[kind, name] = size
-        for (kind, name), size in (total - previous).items():
-            traffic[op.visit, kind, name] += size
-        previous = total
+            for name, size in (sizes - previous[kind]).items():
+                traffic[op.visit, kind, name] += size
+            previous[kind] = sizes.copy()
 
     ledger.play(visits, packs, record, steps=1)
     return StepRecord(tuple(op_visits), snapshots, traffic)

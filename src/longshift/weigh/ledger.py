@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 from longshift.dist.collectives import Pending
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
-from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.step.operation_player import OperationPlayer
 from longshift.switch.itinerary import Cut
 from longshift.weigh.activation_memory import ActivationMemory, ChunkedPackMemory, WholePackMemory
 from longshift.weigh.allocations import WHOLE_STEP, Peak, RankMemory
-from longshift.weigh.recorder import Transport
 from longshift.weigh.state_memory import StateMemory
 from longshift.weigh.weight_memory import SwitchMemory, WeightMemory
 
@@ -44,24 +42,14 @@ class StepEstimate:
 
 
 class Ledger(OperationPlayer):
-    """Plays programs of one rank on bytes. Its arguments are those of `RankMemory`. Mutable."""
+    """Plays programs of one rank on bytes. Mutable."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        transport: Transport,
-        same_format: bool,
-        host_is_device: bool,
-        ahead: int = 1,
-        float8: bool = False,
-        with_peaks: bool = True,
-    ):
+    def __init__(self, memory: RankMemory):
         super().__init__()
-        self.steps = steps
-        self.memory = RankMemory(
-            steps, transport, same_format, host_is_device, ahead, float8, with_peaks, self.op_name
-        )
-        self.allocations = self.memory.allocations
+        self.memory = memory
+        self.steps = steps = memory.steps
+        self.allocations = memory.allocations
+        self.allocations.op_name = self.op_name
         self.home = StateMemory(self.memory)
         self.weights: dict[Cut, WeightMemory] = {}
         self.runners: dict[Layout, ActivationMemory] = {}
@@ -127,13 +115,10 @@ class Ledger(OperationPlayer):
     def _play_step(self, program: Sequence[Op], after: Callable[[Op], object] | None) -> None:
         self.memory.sent.clear()
         self.memory.moved.clear()
-        with_peaks = self.memory.with_peaks
         for number, op in enumerate(program):
-            if with_peaks:
-                self.allocations.begin_op(number, op)
+            self.allocations.begin_op(number, op)
             self.table[op.kind](op)
-            if with_peaks:
-                self.allocations.save_peaks()
+            self.allocations.save_peaks()
             if after:
                 after(op)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longshift.cluster.cluster import Heads, Operation
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.live_bytes import flash_backward_bytes
-from longshift.model.attention import Attention
 from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
@@ -120,14 +119,13 @@ class TurnRecorder(TorchDispatchMode):
         super().__init__()
         self.transport: Transport = transport
         self.now = 0
+        self.begin_bytes = 0  # of the turn
         self.peak = 0
         self.sizes: dict[int, int] = {}  # of storages that are alive, by address
         self.sent: Counter[str] = Counter()
         self.calls: list[DeviceCall] = []
         # Whether what is played is one kernel on a device, which is counted as a whole.
         self.in_kernel = False
-        # Peak and calls of attention that was played before.
-        self.pieces: dict[tuple, tuple[int, list[DeviceCall]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -136,14 +134,25 @@ class TurnRecorder(TorchDispatchMode):
         return False
 
     @contextmanager
-    def recording(self) -> Iterator["TurnRecording"]:
-        """Record one turn: yields what is known when it has ended."""
-        turn = TurnRecording(self, self.now)
+    def recording(self) -> Iterator[None]:
+        """Record one turn, which `profile` tells when it has ended."""
+        self.begin_bytes = self.now
         self.peak = self.now
         self.sent = Counter()
         self.calls = []
         with self, torch.enable_grad():
-            yield turn
+            yield
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes now above those alive when the turn began."""
+        return self.now - self.begin_bytes
+
+    def profile(self, **sizes: Any) -> TurnProfile:
+        """What the turn did up to now; `sizes`: fields that only the caller knows."""
+        sent = {axis: size for axis, size in self.sent.items() if size}
+        peak = self.peak - self.begin_bytes
+        return TurnProfile(peak=peak, sent=sent, calls=tuple(self.calls), **sizes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -215,24 +224,6 @@ class TurnRecorder(TorchDispatchMode):
             self.calls.append(MemoryPass(sizes))
 
     # Attention: pairs of tokens that see each other, which shapes alone do not tell
-
-    def attention(self, of: Attention) -> Attention:
-        """The attention, whose calls are counted, and whose equal pieces are played once."""
-        return RecordedAttention(self.count_calls(of.kernel), of.scale, of.again, of.kept, self)
-
-    def play_piece(self, key: tuple, piece: Callable[[], None]) -> None:
-        """Play a piece that leaves nothing behind, or count again what an equal one did."""
-        if key in self.pieces:
-            workspace, calls = self.pieces[key]
-            self.peak = max(self.peak, self.now + workspace)
-            self.calls += calls
-            return
-        peak = self.peak
-        num_calls = len(self.calls)
-        self.peak = self.now
-        piece()
-        self.pieces[key] = self.peak - self.now, self.calls[num_calls:]
-        self.peak = max(self.peak, peak)
 
     def count_calls(self, kernel: Kernel) -> Kernel:
         """The kernel, whose calls are counted."""
@@ -399,49 +390,6 @@ def _documents(
 
 def _heads(q: Tensor, k: Tensor) -> Heads:
     return Heads(q.shape[1], k.shape[1], q.shape[2])
-
-
-class TurnRecording:
-    """A turn that is recorded: the counts of the recorder since it began. Mutable."""
-
-    def __init__(self, recorder: TurnRecorder, begin_bytes: int):
-        self.recorder = recorder
-        self.begin_bytes = begin_bytes
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes now above those alive when it began."""
-        return self.recorder.now - self.begin_bytes
-
-    def profile(self, **sizes: Any) -> TurnProfile:
-        """What was recorded up to now; `sizes`: fields that only the caller knows."""
-        recorder = self.recorder
-        sent = {axis: size for axis, size in recorder.sent.items() if size}
-        peak = recorder.peak - self.begin_bytes
-        return TurnProfile(peak=peak, sent=sent, calls=tuple(recorder.calls), **sizes)
-
-
-@dataclass(frozen=True)
-class RecordedAttention(Attention):
-    """Attention of which a ring, a window or a chunk adds many equal pieces to sums, in place."""
-
-    recorder: TurnRecorder | None = None
-
-    def fold(self, *args: Any, **options: Any) -> None:
-        self._play(Attention.fold, args, options)
-
-    def add(self, *args: Any, **options: Any) -> None:
-        self._play(Attention.add, args, options)
-
-    def _play(self, function: Callable[..., None], args: tuple, options: dict[str, Any]) -> None:
-        assert self.recorder
-
-        # Equal pieces have equal shapes and strides of tensors, and equal other arguments.
-        key: list[Any] = [function.__name__, *sorted(options.items())]
-        for group in args:
-            for x in group if isinstance(group, tuple) else (group,):
-                key.append((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x)
-        self.recorder.play_piece(tuple(key), partial(function, self, *args, **options))
 
 
 class RecordedGroup(Group):
