@@ -9,7 +9,7 @@ from longshift.program.operations import START, Op
 from longshift.program.step import Steps
 from longshift.spec.formats import adds_inside
 from longshift.weigh.recorder import Transport, TurnProfile
-from longshift.weigh.turn_profile import Collective, CollectiveName, play_collective
+from longshift.weigh.turn_profile import CollectiveName, CollectiveTurn, play_collective
 
 Place = Tier
 
@@ -183,7 +183,7 @@ class RankMemory:
 
     def begin_collective(
         self, purpose: str, operation: CollectiveName, holders: int, elements: int, item_bytes: int
-    ) -> Collective:
+    ) -> CollectiveTurn:
         """Note what a collective needs to begin, and what it sends: see `play_collective`."""
         collective = play_collective(
             self.transport, purpose, operation, holders, elements, item_bytes

@@ -262,7 +262,7 @@ class RankPlayer:
         return self.recorder.profile(grads=gradient_bytes(head))
 
 
-class Collective(NamedTuple):
+class CollectiveTurn(NamedTuple):
     """Profiles of a collective's begin and of the wait for its end.
 
     The `output` of the begin is where it ends, its `graph` what it holds until then, besides what
@@ -281,7 +281,7 @@ def play_collective(
     holders: int,
     elements: int,
     item_bytes: int,
-) -> Collective:
+) -> CollectiveTurn:
     """Play a collective among `holders`, with a slot of so many elements for each; an all-reduce,
     and the sum of a small tensor, with one slot."""
     recorder = TurnRecorder(transport)
@@ -308,7 +308,7 @@ def play_collective(
     begin = recorder.profile(output=out_bytes, graph=recorder.left_bytes - out_bytes)
     with recorder.recording():
         pending.wait()
-    return Collective(begin, recorder.profile())
+    return CollectiveTurn(begin, recorder.profile())
 
 
 def gradient_bytes(module: nn.Module) -> int:
