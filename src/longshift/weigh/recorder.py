@@ -8,6 +8,7 @@ is counted is never less than what is. Of what a kernel needs inside itself only
 FlashAttention's backward on a GPU is counted.
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +37,7 @@ MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the
 CHANGE_STORAGE = {"_unsafe_view", "resize_", "set_"}
 # Operations that touch no element, and those that write one tensor which they do not read.
 NO_KERNEL = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *CHANGE_STORAGE,
 }
 ONLY_WRITE = {"copy_", "fill_", "zero_"}
@@ -223,13 +220,13 @@ class TurnRecorder(TorchDispatchMode):
         if any(sizes):
             self.calls.append(MemoryPass(sizes))
 
-    # Attention: pairs of tokens that see each other, which shapes alone do not tell
+    # Kernels: pairs of tokens that see each other in attention, which shapes alone do not tell
 
     def count_calls(self, kernel: Kernel) -> Kernel:
         """The kernel, whose calls are counted."""
 
         def count(function: Any, describe: Callable[..., AttentionCall]) -> Any:
-            return self._count_calls(function, describe) if function else None
+            return self._one_kernel(function, describe) if function else None
 
         packed = kernel.packed
         if packed:
@@ -237,29 +234,32 @@ class TurnRecorder(TorchDispatchMode):
                 packed,
                 forward=count(
                     packed.forward,
-                    lambda q, k, v, ends, lengths, window, scale: _documents(q, k, lengths, window),
+                    lambda y, q, k, v, ends, lengths, window, scale: _documents(
+                        q, k, lengths, window
+                    ),
                 ),
                 backward=count(
                     packed.backward,
-                    lambda grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(
+                    lambda y, grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(
                         q, k, lengths, window, backward=True
                     ),
                 ),
             )
         return replace(
             kernel,
-            forward=count(kernel.forward, lambda q, k, v, causal, scale: _piece(q, k, causal)),
+            forward=count(kernel.forward, lambda y, q, k, v, causal, scale: _piece(q, k, causal)),
             backward=count(
                 kernel.backward,
-                lambda grad, q, k, v, out, lse, causal, scale: _piece(q, k, causal, backward=True),
+                lambda y, grad, q, k, v, out, lse, causal, scale: _piece(
+                    q, k, causal, backward=True
+                ),
             ),
             fold=count(
-                kernel.fold,
-                lambda out, lse, q, k, v, causal, scale, first: _piece(q, k, causal),
+                kernel.fold, lambda y, out, lse, q, k, v, causal, scale, first: _piece(q, k, causal)
             ),
             add=count(
                 kernel.add,
-                lambda dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(
+                lambda y, dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(
                     q, k, causal, backward=True
                 ),
             ),
@@ -267,39 +267,28 @@ class TurnRecorder(TorchDispatchMode):
             packed=packed,
         )
 
-    def _count_calls(
-        self, function: Callable[..., Any], describe: Callable[..., AttentionCall]
-    ) -> Callable[..., Any]:
-        def play(*args: Any) -> Any:
-            self.calls.append(describe(*args))
-            with self.one_kernel():
-                return function(*args)
-
-        return play
-
-    @contextmanager
-    def one_kernel(self) -> Iterator[None]:
-        """What is played meanwhile is one kernel on a device."""
-        was_in_kernel = self.in_kernel
-        self.in_kernel = True
-        try:
-            yield
-        finally:
-            self.in_kernel = was_in_kernel
-
     def fuse(self, functions: Elementwise) -> Elementwise:
         """The functions as a compiler makes them: each is one kernel that reads its arguments once
         and writes its results."""
-        kernels = {
-            part.name: self._fuse(getattr(functions, part.name)) for part in fields(functions)
-        }
+        kernels = {}
+        for part in fields(functions):
+            kernels[part.name] = self._one_kernel(
+                getattr(functions, part.name), lambda out, *args: MemoryPass(_sizes([*args, out]))
+            )
         return Elementwise(**kernels)
 
-    def _fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _one_kernel(
+        self, function: Callable[..., Any], describe: Callable[..., DeviceCall]
+    ) -> Callable[..., Any]:
+        """The function, which is one kernel on a device. `describe`: says which, of its result and
+        its arguments."""
+
         def play(*args: Any) -> Any:
-            with self.one_kernel():
-                out = function(*args)
-            self.calls.append(MemoryPass(_sizes(args) + _sizes([out])))
+            was_in_kernel = self.in_kernel
+            self.in_kernel = True
+            out = function(*args)
+            self.in_kernel = was_in_kernel
+            self.calls.append(describe(out, *args))
             return out
 
         return play
@@ -307,7 +296,8 @@ class TurnRecorder(TorchDispatchMode):
 
 # [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a
 # dispatch takes ten microseconds. What they make depends on shapes and formats alone, so that each
-# is asked once.
+# is asked once. Many import torch's compiler, which takes a second, only to have it leave them
+# alone: where nothing is compiled, a stand-in answers.
 
 
 class TensorShape(NamedTuple):
@@ -346,10 +336,24 @@ def _make(described: Any) -> Any:
     return tuple(map(_make, described))
 
 
+class NoCompiler:
+    """What meta kernels ask of `torch._dynamo`."""
+
+    @staticmethod
+    def disable(function: Any, *how: Any, **options: Any) -> Any:
+        return function
+
+
 @lru_cache(maxsize=1 << 16)
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation makes of arguments with these descriptions."""
-    return _describe(func(*_make(args), **dict(_make(kwargs))))
+    """What an operation makes of arguments with these descriptions. [Note: meta kernels]"""
+    modules: dict[str, Any] = sys.modules
+    compiler = modules.setdefault("torch._dynamo", NoCompiler)
+    try:
+        return _describe(func(*_make(args), **dict(_make(kwargs))))
+    finally:
+        if compiler is NoCompiler:
+            del modules["torch._dynamo"]
 
 
 @cache
@@ -463,14 +467,3 @@ class RecordedGroup(Group):
         self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False
     ) -> None:
         self._send(2 * x.numel() * (self.size - 1) // self.size, x)
-
-
-class RecordedWorld:
-    """One rank of a world whose others are not there."""
-
-    def __init__(self, rank: int, recorder: TurnRecorder):
-        self.rank = rank
-        self.recorder = recorder
-
-    def group(self, ranks: tuple[int, ...], purpose: str = "") -> RecordedGroup:
-        return RecordedGroup(ranks, self.rank, purpose, self.recorder)

@@ -20,6 +20,7 @@ What a turn begins with stays for as long as it runs.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,7 +46,6 @@ from longshift.step.runner import loss_of_rows
 from longshift.weigh.recorder import (
     META,
     RecordedGroup,
-    RecordedWorld,
     Transport,
     TurnProfile,
     TurnRecorder,
@@ -133,14 +133,18 @@ class RankPlayer:
     def __init__(self, setup: RankSetup, order: TokenOrder, has_angles: bool = True):
         self.setup = setup
         self.order = order
-        rank = setup.layout.rank(setup.coord)
+        self.world_rank = setup.layout.rank(setup.coord)
         self.recorder = TurnRecorder(setup.transport)
-        world: Any = RecordedWorld(rank, self.recorder)
+        # The other ranks of this world are not there.
+        world: Any = SimpleNamespace(rank=self.world_rank, group=self._group)
         kernel = self.recorder.count_calls(self._kernel())
         self.ops = layout_ops(setup.spec, setup.layout, world, kernel)
         with self.recorder.recording():
             self.micro = self._micro_batch(has_angles)
         self.loaded = self.recorder.profile(output=self.recorder.left_bytes)
+
+    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> RecordedGroup:
+        return RecordedGroup(ranks, self.world_rank, purpose, self.recorder)
 
     def _kernel(self) -> Kernel:
         """What a run on this device takes, or what needs no less memory."""
@@ -162,8 +166,7 @@ class RankPlayer:
             ends=torch.empty(1 + len(runs), dtype=torch.int32, device=META),
             order=self.order,
         )
-        rank = layout.rank(setup.coord)
-        return place_pack(setup.spec, share, layout, rank, setup.dtype, META, has_angles)
+        return place_pack(setup.spec, share, layout, self.world_rank, setup.dtype, META, has_angles)
 
     def stream(self) -> Tensor:
         """This rank's share [T', D] of the residual stream."""
