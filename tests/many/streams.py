@@ -14,13 +14,14 @@ from longshift.layout.layout import Layout
 from longshift.program.operations import Op
 from longshift.step.player import Player
 from longshift.step.update import train_step
+from longshift.weigh.allocations import RankMemory
 from longshift.weigh.ledger import Ledger
 
 
 def foreseen(player: Player, trial: Trial, lengths: list[int]) -> dict[str, int]:
     """What the ledger says that this rank's tier does in a step of documents of these lengths, under the names of `BytesMoved`."""
     visits, packs = player.steps.visits(player.groups(lengths), lengths)
-    ledger = Ledger(player.steps, "gloo", trial.precision in ("float32", "float64"), True)
+    ledger = Ledger(RankMemory(player.steps, "gloo", trial.precision in ("float32", "float64"), True))
     found = ledger.play(visits, [[[lengths[d] for d in pack] for pack in some] for some in packs])
     return {"peak_bytes": found.peaks["disk"].total, "put_bytes": found.moved["put"], "fetched_bytes": found.moved["fetched"]}
 

@@ -7,7 +7,6 @@ import pytest
 from forked import DEADLINE_S, Worlds
 from ledger import QUICK, Case, rows_of, wrong
 
-from longshift.weigh.activation_memory import ActivationMemory
 from longshift.weigh.allocations import RankMemory
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.recorder import RecordedGroup
@@ -67,12 +66,8 @@ def own_part_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_inside(patch: pytest.MonkeyPatch) -> None:
-    """Compute operations need nothing but what they leave."""
-    patch.setattr(
-        ActivationMemory,
-        "record_profile",
-        lambda packs, profile: [packs.memory.send(axis, size) for axis, size in profile.sent.items()],
-    )
+    """Operations need nothing but what they leave."""
+    patch.setattr(RankMemory, "record_profile", lambda memory, profile: [memory.send(axis, size) for axis, size in profile.sent.items()])
 
 
 def attention_sends_twice(patch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ from longshift.simulate.turn_calls import (
 )
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
-from longshift.weigh.coding import gradient_passes, weight_passes
 from longshift.weigh.recorder import AttentionCall, DeviceCall, Transport
 from longshift.weigh.turn_profile import Part, Phase
+from longshift.weigh.weight_memory import gradient_passes, weight_passes
 
 RECOMPUTE = ("none", "selective", "full")  # codes: positions here
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over

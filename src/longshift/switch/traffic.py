@@ -108,7 +108,13 @@ def least_s(held: BoxesByWeight, wanted: BoxesByWeight, links: Links, itemsize: 
 
 def seconds_by_exchange(plan: Plan) -> list[float]:
     """Seconds of each exchange of a plan, one after another as in `Traffic.overlapped_s`."""
-    return _seconds(_by_exchange(plan, _by_round(plan)), plan.links).tolist()
+    return _seconds(bytes_by_exchange(plan), plan.links).tolist()
+
+
+def bytes_by_exchange(plan: Plan) -> np.ndarray:
+    """Bytes of every exchange by rank, sent and received inside nodes, sent and received between
+    them: int64 [exchanges, 4, world]."""
+    return _by_exchange(plan, _by_round(plan))
 
 
 def _seconds(loads: np.ndarray, links: Links) -> np.ndarray:

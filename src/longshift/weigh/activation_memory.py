@@ -185,13 +185,6 @@ class ActivationMemory(Runner):
     def boundary(self, micro: int) -> Any:
         return self.allocate_stream(self.loaded[micro].tokens_here, "messages between stages")
 
-    def record_profile(self, profile: TurnProfile) -> None:
-        """Note what an operation needs as workspace, what it computes, and what it sends."""
-        self.memory.allocations.add_workspace(profile.peak)
-        self.memory.flops += profile.flops
-        for axis, size in profile.sent.items():
-            self.memory.send(axis, size)
-
     def leave_grads(self, unit: int) -> None:
         """Have gradients on the weights of a unit, and on those that it shares."""
         weights: WeightMemory = self.copies
@@ -213,7 +206,7 @@ class WholePackMemory(WholePacks, ActivationMemory):
     def load(self, micro: int, pack: Sequence[int]) -> None:  # pyright: ignore
         order = pack_order(self.layout, pack)
         profile = load_turn(self.rank, order) if self.memory.with_peaks else NO_PROFILE
-        self.record_profile(profile)
+        self.memory.record_profile(profile)
         self.loaded[micro] = LoadedPack(
             tensors=self.memory.allocate("token ids, labels, rotary angles", profile.output),
             tokens_here=self.rank.rows(order),
@@ -233,7 +226,7 @@ class WholePackMemory(WholePacks, ActivationMemory):
         if key not in pack.turns:
             order = pack.orders[0]
             pack.turns[key] = unit_turn(self.rank, order, op.part, phase, block)  # pyright: ignore
-        self.record_profile(pack.turns[key])
+        self.memory.record_profile(pack.turns[key])
         return pack.turns[key]
 
     def _allocate_x(self, op: Op) -> Any:
@@ -270,7 +263,7 @@ class WholePackMemory(WholePacks, ActivationMemory):
             self.g[op.micro] = self._allocate_dx(op)
         pack = self.loaded[op.micro]
         if self.memory.with_peaks:
-            self.record_profile(loss_turn(self.rank, pack.orders[0], op.number))
+            self.memory.record_profile(loss_turn(self.rank, pack.orders[0], op.number))
         self.leave_grads(op.unit)
         end = (op.number + 1) * loss_rows(self.spec, pack.tokens_here)
         if end >= pack.tokens_here:
@@ -359,7 +352,7 @@ class ChunkEventMemory(ChunkPlayer):
         if profile is None:
             profile = event_turn(self.runner.rank, self.lists, self.chunks, event, self.block)
             self.profiles[event] = profile
-        self.runner.record_profile(profile)
+        self.memory.record_profile(profile)
         for name, size in profile.buffers.items():
             chunk = event.keys if name == "dkv" else event.chunk
             self._resize((name, chunk), size)

@@ -3,13 +3,13 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from longshift.layout.layout import Tier
 from longshift.program.operations import START, Op
 from longshift.program.step import Steps
 from longshift.spec.formats import adds_inside
-from longshift.weigh.recorder import Transport
+from longshift.weigh.recorder import Transport, TurnProfile
+from longshift.weigh.turn_profile import CollectiveName, CollectiveTurn, play_collective
 
 Place = Tier
 
@@ -20,7 +20,7 @@ WHOLE_STEP: Instant = -1, ()  # the key of all peaks where instants are not told
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes in a place: after which operation of the step, and what was alive, by name,
+    """The most bytes in a place: during which operation of the step, and what was alive, by name,
     largest first."""
 
     total: int
@@ -30,30 +30,8 @@ class Peak:
     @classmethod
     def of(cls, total: int, op: str, alive: Mapping[str, int]) -> "Peak":
         """The peak at which these bytes were alive, by name."""
-        return cls(total, op, tuple(sorted(alive.items(), key=lambda row: -row[1])))
-
-
-class MemorySnapshot(NamedTuple):
-    """The most bytes in a place at one instant: during which operation, and bytes by name.
-
-    `workspace`: bytes that the operation needed beyond those.
-    """
-
-    total: int
-    op: Op
-    by_name: Mapping[str, int]
-    workspace: int
-
-    @property
-    def alive(self) -> dict[str, int]:
-        """Bytes by name, the operation's workspace among them."""
-        alive = {name: size for name, size in self.by_name.items() if size}
-        if self.workspace > 0:
-            alive["gone when it ends"] = self.workspace
-        return alive
-
-    def peak(self, op_name: Callable[[Op], str]) -> Peak:
-        return Peak.of(self.total, op_name(self.op), self.alive)
+        sizes = [(name, size) for name, size in alive.items() if size]
+        return cls(total, op, tuple(sorted(sizes, key=lambda row: -row[1])))
 
 
 class Allocation:
@@ -92,19 +70,21 @@ class AllocationTracker:
     `peaks`: bytes by place, of all times; where instants are told apart, since `save_peaks`.
     `has_new_peak`: whether one of `peaks` has risen since `save_peaks`.
     `snapshots`: the peak of each place, by instant.
+    `op_name`: of an operation in them.
     """
 
     def __init__(self) -> None:
+        self.op_name: Callable[[Op], str] = str
         self.now: Counter[str] = Counter()
         self.by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.peaks: dict[str, int] = {}
         self.has_new_peak = False
         self.has_instants = False
-        self.snapshots: dict[Instant, dict[str, MemorySnapshot]] = {}
+        self.snapshots: dict[Instant, dict[str, Peak]] = {}
         self.op_number = 0
         self.op = START
 
-    def track_instants(self) -> dict[Instant, dict[str, MemorySnapshot]]:
+    def track_instants(self) -> dict[Instant, dict[str, Peak]]:
         """From now on tell instants apart. Returns their snapshots, which a step will fill."""
         self.has_instants = True
         self.peaks = {}
@@ -138,17 +118,15 @@ class AllocationTracker:
         snapshots = self.snapshots.setdefault(key, {})
         for place, peak in self.peaks.items():
             if place not in snapshots or peak > snapshots[place].total:
-                snapshots[place] = MemorySnapshot(
-                    total=peak,
-                    op=self.op,
-                    by_name=dict(self.by_name[place]),
-                    workspace=peak - self.now[place],
-                )
+                workspace = max(0, peak - self.now[place])
+                alive = {**self.by_name[place], "gone when it ends": workspace}
+                snapshots[place] = Peak.of(peak, self.op_name(self.op), alive)
         if self.has_instants:
             self.peaks = {}
         self.has_new_peak = False
 
 
+@dataclass(eq=False)
 class RankMemory:
     """Memory and traffic of a rank, and what they depend on. Mutable.
 
@@ -159,35 +137,27 @@ class RankMemory:
     `with_peaks`: whether peaks are wanted, and so what operations need as workspace. Traffic is
     known without.
 
-    `sent`, `moved`: bytes by communicator, and by way between memories. `flops`: of computations.
+    `sent`, `moved`: bytes by communicator, and by way between memories.
     `added_bytes`: of gradients that were added to their sums in a pass of its own.
     `coded_bytes`: read and written to send in the formats of `wire`.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        transport: Transport,
-        same_format: bool,
-        host_is_device: bool,
-        float8: bool,
-        with_peaks: bool,
-    ):
-        self.steps = steps
-        self.transport: Transport = transport
-        self.same_format = same_format
-        self.host_is_device = host_is_device
-        self.float8 = float8
-        self.with_peaks = with_peaks
+    steps: Steps
+    transport: Transport
+    same_format: bool
+    host_is_device: bool
+    float8: bool = False
+    with_peaks: bool = True
 
-        self.weight_bytes, self.sum_bytes = steps.bytes
-        self.adds_inside = adds_inside(self.weight_bytes, self.sum_bytes, transport == "nccl")
-        self.host: Place = "device" if host_is_device else "host"
+    def __post_init__(self) -> None:
+        self.weight_bytes, self.sum_bytes = self.steps.bytes
+        on_gpu = self.transport == "nccl"
+        self.adds_inside = adds_inside(self.weight_bytes, self.sum_bytes, on_gpu)
+        self.host: Place = "device" if self.host_is_device else "host"
 
         self.allocations = AllocationTracker()
         self.sent = Counter[str]()
         self.moved = Counter[str]()
-        self.flops = 0
         self.added_bytes = 0
         self.coded_bytes = 0
 
@@ -209,12 +179,21 @@ class RankMemory:
         """Where the training state of a unit is as far as it is in memory."""
         return "device" if self.is_state_on_device(unit) else self.host
 
-    def all_reduce_bytes(self, size: int, ranks: int) -> int:
-        """Bytes that a small all-reduce of `size` bytes sends out of a rank."""
-        # Gloo sends all of it to each other rank, NCCL sends it round a ring.
-        if self.transport == "gloo":
-            return size * (ranks - 1)
-        return 2 * size * (ranks - 1) // ranks
+    def begin_collective(
+        self, purpose: str, operation: CollectiveName, holders: int, elements: int, item_bytes: int
+    ) -> CollectiveTurn:
+        """Note what a collective needs to begin, and what it sends: see `play_collective`."""
+        collective = play_collective(
+            self.transport, purpose, operation, holders, elements, item_bytes
+        )
+        self.record_profile(collective.begin)
+        return collective
+
+    def record_profile(self, profile: TurnProfile) -> None:
+        """Note what an operation needs as workspace, and what it sends."""
+        self.allocations.add_workspace(profile.peak)
+        for communicator, size in profile.sent.items():
+            self.send(communicator, size)
 
     def send(self, communicator: str, size: int) -> None:
         self.sent[communicator] += size

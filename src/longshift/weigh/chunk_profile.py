@@ -117,7 +117,7 @@ class _EventPlayer:
     def __init__(self, setup: RankSetup, shape: EventShape):
         self.setup = setup
         self.shape = shape
-        self.rank = RankPlayer(setup, shape.order, ropes=())
+        self.rank = RankPlayer(setup, shape.order, has_angles=False)
         self.recorder = self.rank.recorder
         unit = 0 if shape.name in ("embed", "embed_back") else shape.block
         self.module = self.rank.unit(unit)
@@ -156,20 +156,20 @@ class _EventPlayer:
             if shape.name == "to_tokens_back":
                 self._make("o_tokens")  # whose graph it goes back through
             graph_bytes = self._graph_bytes
-            with self.recorder.recording() as turn, torch.no_grad():
+            with self.recorder.recording(), torch.no_grad():
                 self._call(shape.name, shape.reads, shape.writes)
         grads = gradient_bytes(self.module)
         buffers = {name: _storage_bytes(live[name, self._number(name)]) for name in shape.writes}
         match shape.name:
             case "qkv" | "to_heads":
-                self._attribute(buffers, turn.left_bytes)
+                self._attribute(buffers, self.recorder.left_bytes)
             case "to_tokens":
-                buffers["o_tokens"] = turn.left_bytes
+                buffers["o_tokens"] = self.recorder.left_bytes
             case "to_heads_back":
-                buffers["dqkv"] = turn.left_bytes
+                buffers["dqkv"] = self.recorder.left_bytes
             case "qkv_back":
-                buffers["graph"] = graph_bytes + turn.left_bytes - grads - buffers["dx"]
-        return turn.profile(output=sum(buffers.values()), grads=grads, buffers=buffers)
+                buffers["graph"] = graph_bytes + self.recorder.left_bytes - grads - buffers["dx"]
+        return self.recorder.profile(output=sum(buffers.values()), grads=grads, buffers=buffers)
 
     def _attribute(self, buffers: dict[str, int], left_bytes: int) -> None:
         """Say which of the buffers that share storages has the bytes."""

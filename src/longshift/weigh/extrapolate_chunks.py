@@ -17,7 +17,7 @@ the largest of all instants, which need not be the one of small packs.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from longshift.program.operations import Op
 from longshift.program.turns import Visit
 from longshift.schedule import chunks
 from longshift.spec.model import ModelSpec
-from longshift.weigh.allocations import Instant, MemorySnapshot, Peak
+from longshift.weigh.allocations import Instant, Peak
 from longshift.weigh.ledger import Ledger, StepEstimate
 
 # Of small packs.
@@ -101,13 +101,11 @@ class StepRecord:
 
     `visits`: of each operation, by its number.
     `traffic`: bytes by visit, kind ("sent" or "moved") and name.
-    `op_name`: of an operation.
     """
 
     visits: tuple[int, ...]
-    snapshots: Mapping[Instant, Mapping[str, MemorySnapshot]]
+    snapshots: Mapping[Instant, Mapping[str, Peak]]
     traffic: Mapping[tuple[int, str, str], int]
-    op_name: Callable[[Op], str]
 
 
 def record_step(
@@ -122,21 +120,17 @@ def record_step(
     snapshots = ledger.allocations.track_instants()
     op_visits: list[int] = []
     traffic = Counter[tuple[int, str, str]]()
-    previous = Counter[tuple[str, str]]()
+    previous = {"sent": Counter[str](), "moved": Counter[str]()}
 
     def record(op: Op) -> None:
-        nonlocal previous
         op_visits.append(op.visit)
-        total = Counter[tuple[str, str]]()
         for kind, sizes in (("sent", memory.sent), ("moved", memory.moved)):
-            for name, size in sizes.items():
-                total[kind, name] = size
-        for (kind, name), size in (total - previous).items():
-            traffic[op.visit, kind, name] += size
-        previous = total
+            for name, size in (sizes - previous[kind]).items():
+                traffic[op.visit, kind, name] += size
+            previous[kind] = sizes.copy()
 
     ledger.play(visits, packs, record, steps=1)
-    return StepRecord(tuple(op_visits), snapshots, traffic, ledger.op_name)
+    return StepRecord(tuple(op_visits), snapshots, traffic)
 
 
 def extrapolate(
@@ -173,8 +167,8 @@ def extrapolate(
                 snapshots.append(by_place.get(place, snapshot))
             total = _weighted_sum(weights, [each.total for each in snapshots])
             if place not in peaks or total > peaks[place].total:
-                alive = _weighted_sizes(weights, snapshots, snapshot.alive)
-                peaks[place] = Peak.of(total, last.op_name(snapshot.op), alive)
+                alive = _weighted_sizes(weights, snapshots, snapshot)
+                peaks[place] = Peak.of(total, snapshot.op, alive)
 
     # 3. Traffic of all operations together.
     traffic = {"sent": Counter[str](), "moved": Counter[str]()}
@@ -186,12 +180,12 @@ def extrapolate(
 
 
 def _weighted_sizes(
-    weights: Sequence[float], snapshots: Sequence[MemorySnapshot], last_sizes: Mapping[str, int]
+    weights: Sequence[float], snapshots: Sequence[Peak], last: Peak
 ) -> dict[str, int]:
     """Bytes by name, of the names of the last snapshot."""
-    sizes_by_snapshot = [snapshot.alive for snapshot in snapshots]
+    sizes_by_snapshot = [dict(snapshot.alive) for snapshot in snapshots]
     total = {}
-    for name, last_size in last_sizes.items():
+    for name, last_size in last.alive:
         sizes = [by_name.get(name, last_size) for by_name in sizes_by_snapshot]
         total[name] = _weighted_sum(weights, sizes)
     return total

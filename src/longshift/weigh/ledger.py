@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 from longshift.dist.collectives import Pending
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
-from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.step.operation_player import OperationPlayer
 from longshift.switch.itinerary import Cut
 from longshift.weigh.activation_memory import ActivationMemory, ChunkedPackMemory, WholePackMemory
 from longshift.weigh.allocations import WHOLE_STEP, Peak, RankMemory
-from longshift.weigh.recorder import Transport
 from longshift.weigh.state_memory import StateMemory
 from longshift.weigh.weight_memory import SwitchMemory, WeightMemory
 
@@ -32,14 +30,11 @@ class StepEstimate:
     `peaks`: by place.
     `sent`: bytes out of the rank to others, by communicator.
     `moved`: bytes put into tiers and fetched.
-    `flops`: of matmuls and of attention, causal scores counted once, recomputation included; only
-    where the step itself was played.
     """
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
 
     @property
     def device(self) -> int:
@@ -47,21 +42,14 @@ class StepEstimate:
 
 
 class Ledger(OperationPlayer):
-    """Plays programs of one rank on bytes. Its arguments are those of `RankMemory`. Mutable."""
+    """Plays programs of one rank on bytes. Mutable."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        transport: Transport,
-        same_format: bool,
-        host_is_device: bool,
-        float8: bool = False,
-        with_peaks: bool = True,
-    ):
+    def __init__(self, memory: RankMemory):
         super().__init__()
-        self.steps = steps
-        self.memory = RankMemory(steps, transport, same_format, host_is_device, float8, with_peaks)
-        self.allocations = self.memory.allocations
+        self.memory = memory
+        self.steps = steps = memory.steps
+        self.allocations = memory.allocations
+        self.allocations.op_name = self.op_name
         self.home = StateMemory(self.memory)
         self.weights: dict[Cut, WeightMemory] = {}
         self.runners: dict[Layout, ActivationMemory] = {}
@@ -118,25 +106,19 @@ class Ledger(OperationPlayer):
             self.num_steps += 1
             self._play_step(program, after if is_last else None)
 
-        snapshots = self.allocations.snapshots.get(WHOLE_STEP, {})
         return StepEstimate(
-            peaks={place: snapshot.peak(self.op_name) for place, snapshot in snapshots.items()},
+            peaks=dict(self.allocations.snapshots.get(WHOLE_STEP, {})),
             sent=dict(self.memory.sent),
             moved=dict(self.memory.moved),
-            flops=self.memory.flops,
         )
 
     def _play_step(self, program: Sequence[Op], after: Callable[[Op], object] | None) -> None:
         self.memory.sent.clear()
         self.memory.moved.clear()
-        self.memory.flops = 0
-        with_peaks = self.memory.with_peaks
         for number, op in enumerate(program):
-            if with_peaks:
-                self.allocations.begin_op(number, op)
+            self.allocations.begin_op(number, op)
             self.table[op.kind](op)
-            if with_peaks:
-                self.allocations.save_peaks()
+            self.allocations.save_peaks()
             if after:
                 after(op)
 
@@ -173,8 +155,8 @@ class Ledger(OperationPlayer):
         self.home.total(op.unit)
 
     def _norm(self, op: Op) -> None:
-        num_bytes = 16  # two float64: the loss and the squared norm
-        self.memory.send("everyone", self.memory.all_reduce_bytes(num_bytes, self.steps.world))
+        # Two float64: the loss and the squared norm.
+        self.memory.begin_collective("everyone", "sum", self.steps.world, elements=2, item_bytes=8)
 
     def _update(self, op: Op) -> None:
         self.home.update(op.unit)

@@ -24,7 +24,7 @@ from longshift.schedule.sequence import pack_order
 from longshift.spec.formats import Format
 from longshift.spec.model import share
 from longshift.switch.itinerary import Itinerary
-from longshift.weigh.allocations import Peak
+from longshift.weigh.allocations import Peak, RankMemory
 from longshift.weigh.extrapolate_chunks import (
     Pack,
     extrapolate,
@@ -73,7 +73,7 @@ class StepShape:
     def ledger(
         self, rank: int, transport: Transport, host_is_device: bool, with_peaks: bool = True
     ) -> Ledger:
-        return Ledger(
+        memory = RankMemory(
             self.steps(rank),
             transport,
             same_format=self.formats.compute == self.formats.home,
@@ -81,6 +81,7 @@ class StepShape:
             float8=self.formats.float8,
             with_peaks=with_peaks,
         )
+        return Ledger(memory)
 
     def heaviest_pack(self, edge: Edge, rank: int, transport: Transport) -> Pack:
         """Lengths of the documents of the full pack of a group for which a rank needs most."""

@@ -8,13 +8,13 @@ is counted is never less than what is. Of what a kernel needs inside itself only
 FlashAttention's backward on a GPU is counted.
 """
 
-import functools
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,44 +25,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longshift.cluster.cluster import Heads, Operation
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.live_bytes import flash_backward_bytes
-from longshift.model.attention import Attention
 from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
 
+FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
 Transport = Literal["gloo", "nccl"]
 
 META = torch.device("meta")
-FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the left factor
-# Elementwise operations whose results are true or false.
-OF_TRUTHS = {
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "isinf",
-    "isnan",
-    "isfinite",
-    "isposinf",
-    "isneginf",
-    "signbit",
-}
-# Operations whose results are integers, if their arguments are.
-OF_INTEGERS = {"add", "sub", "mul", "where", "neg", "bitwise_and", "bitwise_or", "bitwise_not"}
-SCALARS = {"alpha", "approximate"}  # keyword arguments that change no shape or format
+# Operations whose result has the storage of an argument, or gives it another.
+CHANGE_STORAGE = {"_unsafe_view", "resize_", "set_"}
 # Operations that touch no element, and those that write one tensor which they do not read.
 NO_KERNEL = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "set_",
-    "_unsafe_view",
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *CHANGE_STORAGE,
 }
 ONLY_WRITE = {"copy_", "fill_", "zero_"}
 # Operations that read, or write, some elements of a tensor: as many as the result, or the values,
@@ -81,10 +58,6 @@ class Matmul(NamedTuple):
     inner: int
     columns: int
     sums_tokens: bool
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.rows * self.inner * self.columns
 
 
 class MemoryPass(NamedTuple):
@@ -105,14 +78,10 @@ class AttentionCall(NamedTuple):
     heads: Heads
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         """Causal scores are counted once."""
-        return int(
-            (BACKWARD if self.backward else FORWARD)
-            * self.pairs
-            * self.heads.query
-            * self.heads.width
-        )
+        factor = BACKWARD if self.backward else FORWARD
+        return factor * self.pairs * self.heads.query * self.heads.width
 
 
 class Collective(NamedTuple):
@@ -145,28 +114,22 @@ class TurnProfile:
     buffers: dict[str, int] = field(default_factory=dict)
     calls: tuple[DeviceCall, ...] = field(default=(), repr=False)
 
-    @cached_property
-    def flops(self) -> int:
-        """Of matmuls and of attention."""
-        return sum(call.flops for call in self.calls if isinstance(call, Matmul | AttentionCall))
-
 
 class TurnRecorder(TorchDispatchMode):
-    """Counts bytes, FLOPs and messages of meta tensors. Mutable. `transport`: NCCL stands for GPUs,
-    gloo for CPUs."""
+    """Counts bytes, kernels and messages of meta tensors. Mutable. `transport`: NCCL stands for
+    GPUs, gloo for CPUs."""
 
     def __init__(self, transport: Transport):
         super().__init__()
         self.transport: Transport = transport
         self.now = 0
+        self.begin_bytes = 0  # of the turn
         self.peak = 0
         self.sizes: dict[int, int] = {}  # of storages that are alive, by address
         self.sent: Counter[str] = Counter()
         self.calls: list[DeviceCall] = []
         # Whether what is played is one kernel on a device, which is counted as a whole.
         self.in_kernel = False
-        # Peak and calls of attention that was played before.
-        self.pieces: dict[tuple, tuple[int, list[DeviceCall]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,14 +138,25 @@ class TurnRecorder(TorchDispatchMode):
         return False
 
     @contextmanager
-    def recording(self) -> Iterator["TurnRecording"]:
-        """Record one turn: yields what is known when it has ended."""
-        turn = TurnRecording(self, self.now)
+    def recording(self) -> Iterator[None]:
+        """Record one turn, which `profile` tells when it has ended."""
+        self.begin_bytes = self.now
         self.peak = self.now
         self.sent = Counter()
         self.calls = []
         with self, torch.enable_grad():
-            yield turn
+            yield
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes now above those alive when the turn began."""
+        return self.now - self.begin_bytes
+
+    def profile(self, **sizes: Any) -> TurnProfile:
+        """What the turn did up to now; `sizes`: fields that only the caller knows."""
+        sent = {axis: size for axis, size in self.sent.items() if size}
+        peak = self.peak - self.begin_bytes
+        return TurnProfile(peak=peak, sent=sent, calls=tuple(self.calls), **sizes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -200,21 +174,17 @@ class TurnRecorder(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        # 1. What the schema tells is not computed. [Note: meta kernels]
+        # 1. What an operation writes in place, or is given as `out`, is its result.
         target = _target(func)
         if target == "self":
             return args[0]
         if target and kwargs[target].numel():
             return kwargs[target]
-        if target is None and _is_elementwise(func) and kwargs.keys() <= SCALARS:
-            result = _broadcast(func, args)
-            if result is not None:
-                return result
 
-        # 2. Other results.
-        if func in RESULTS:
-            return RESULTS[func](*args, **kwargs)
-        out = func(*args, **kwargs)
+        # 2. Other results. [Note: meta kernels]
+        if func.is_view or func._opname in CHANGE_STORAGE or target:
+            return func(*args, **kwargs)
+        out = _make(_result(func, _describe(args), _describe(tuple(kwargs.items()))))
         if func is aten.native_layer_norm.default and self.transport == "gloo":
             y, *statistics = out
             return y, *(x.to(y.dtype) for x in statistics)  # a CPU keeps them in y's format
@@ -257,31 +227,13 @@ class TurnRecorder(TorchDispatchMode):
         if any(sizes):
             self.calls.append(MemoryPass(sizes))
 
-    # Attention: pairs of tokens that see each other, which shapes alone do not tell
-
-    def attention(self, of: Attention) -> Attention:
-        """The attention, whose calls are counted, and whose equal pieces are played once."""
-        return RecordedAttention(self.count_calls(of.kernel), of.scale, of.again, of.kept, self)
-
-    def play_piece(self, key: tuple, piece: Callable[[], None]) -> None:
-        """Play a piece that leaves nothing behind, or count again what an equal one did."""
-        if key in self.pieces:
-            workspace, calls = self.pieces[key]
-            self.peak = max(self.peak, self.now + workspace)
-            self.calls += calls
-            return
-        peak = self.peak
-        num_calls = len(self.calls)
-        self.peak = self.now
-        piece()
-        self.pieces[key] = self.peak - self.now, self.calls[num_calls:]
-        self.peak = max(self.peak, peak)
+    # Kernels: pairs of tokens that see each other in attention, which shapes alone do not tell
 
     def count_calls(self, kernel: Kernel) -> Kernel:
         """The kernel, whose calls are counted."""
 
         def count(function: Any, describe: Callable[..., AttentionCall]) -> Any:
-            return self._count_calls(function, describe) if function else None
+            return self._one_kernel(function, describe) if function else None
 
         packed = kernel.packed
         if packed:
@@ -289,29 +241,32 @@ class TurnRecorder(TorchDispatchMode):
                 packed,
                 forward=count(
                     packed.forward,
-                    lambda q, k, v, ends, lengths, window, scale: _documents(q, k, lengths, window),
+                    lambda y, q, k, v, ends, lengths, window, scale: _documents(
+                        q, k, lengths, window
+                    ),
                 ),
                 backward=count(
                     packed.backward,
-                    lambda grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(
+                    lambda y, grad, q, k, v, out, lse, ends, lengths, window, scale: _documents(
                         q, k, lengths, window, backward=True
                     ),
                 ),
             )
         return replace(
             kernel,
-            forward=count(kernel.forward, lambda q, k, v, causal, scale: _piece(q, k, causal)),
+            forward=count(kernel.forward, lambda y, q, k, v, causal, scale: _piece(q, k, causal)),
             backward=count(
                 kernel.backward,
-                lambda grad, q, k, v, out, lse, causal, scale: _piece(q, k, causal, backward=True),
+                lambda y, grad, q, k, v, out, lse, causal, scale: _piece(
+                    q, k, causal, backward=True
+                ),
             ),
             fold=count(
-                kernel.fold,
-                lambda out, lse, q, k, v, causal, scale, first: _piece(q, k, causal),
+                kernel.fold, lambda y, out, lse, q, k, v, causal, scale, first: _piece(q, k, causal)
             ),
             add=count(
                 kernel.add,
-                lambda dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(
+                lambda y, dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _piece(
                     q, k, causal, backward=True
                 ),
             ),
@@ -319,120 +274,93 @@ class TurnRecorder(TorchDispatchMode):
             packed=packed,
         )
 
-    def _count_calls(
-        self, function: Callable[..., Any], describe: Callable[..., AttentionCall]
-    ) -> Callable[..., Any]:
-        def play(*args: Any) -> Any:
-            self.calls.append(describe(*args))
-            with self.one_kernel():
-                return function(*args)
-
-        return play
-
-    @contextmanager
-    def one_kernel(self) -> Iterator[None]:
-        """What is played meanwhile is one kernel on a device."""
-        was_in_kernel = self.in_kernel
-        self.in_kernel = True
-        try:
-            yield
-        finally:
-            self.in_kernel = was_in_kernel
-
     def fuse(self, functions: Elementwise) -> Elementwise:
         """The functions as a compiler makes them: each is one kernel that reads its arguments once
         and writes its results."""
-        kernels = {
-            part.name: self._fuse(getattr(functions, part.name)) for part in fields(functions)
-        }
+        kernels = {}
+        for part in fields(functions):
+            kernels[part.name] = self._one_kernel(
+                getattr(functions, part.name), lambda out, *args: MemoryPass(_sizes([*args, out]))
+            )
         return Elementwise(**kernels)
 
-    def _fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _one_kernel(
+        self, function: Callable[..., Any], describe: Callable[..., DeviceCall]
+    ) -> Callable[..., Any]:
+        """The function, which is one kernel on a device. `describe`: says which, of its result and
+        its arguments."""
+
         def play(*args: Any) -> Any:
-            with self.one_kernel():
-                out = function(*args)
-            self.calls.append(MemoryPass(_sizes(args) + _sizes([out])))
+            was_in_kernel = self.in_kernel
+            self.in_kernel = True
+            out = function(*args)
+            self.in_kernel = was_in_kernel
+            self.calls.append(describe(out, *args))
             return out
 
         return play
 
 
 # [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a
-# dispatch takes ten microseconds. What the operation's schema tells is not computed: the tensor
-# that is written in place or given as `out`, and the shape of an elementwise result.
+# dispatch takes ten microseconds. What they make depends on shapes and formats alone, so that each
+# is asked once. Many import torch's compiler, which takes a second, only to have it leave them
+# alone: where nothing is compiled, a stand-in answers.
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)
+class TensorShape(NamedTuple):
+    """What decides which tensor an operation makes of this one."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    shape = list(max(tensors, key=lambda x: x.ndim).shape)
-    # An empty tensor of one dim fits anywhere.
-    shape[dim] = sum(x.shape[dim] for x in tensors if x.ndim == len(shape))
-    return _empty(shape, tensors[0].dtype)
+class Scalar(NamedTuple):
+    """Another argument. 1, 1.0 and True are equal, and make tensors of different formats."""
+
+    type: type
+    value: Any
 
 
-def _reduce(
-    x: Tensor,
-    dims: Sequence[int] | None = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    reduced_dims = {dim % x.ndim for dim in (dims or range(x.ndim))}
-    shape = []
-    for dim, size in enumerate(x.shape):
-        if dim not in reduced_dims:
-            shape.append(size)
-        elif keepdim:
-            shape.append(1)
-    return _empty(shape, dtype or x.dtype)
+def _describe(value: Any) -> Any:
+    """The arguments, or results, of an operation as a value that can be compared."""
+    if isinstance(value, Tensor):
+        return TensorShape(value.shape, value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple(map(_describe, value))
+    return Scalar(type(value), value)
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """A new tensor of this shape, whose dims lie in memory in the same order."""
-    if x.is_contiguous():
-        return _empty(x.shape, dtype or x.dtype)
-    outermost_first = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
-    inverse = [outermost_first.index(dim) for dim in range(x.ndim)]
-    return _empty([x.shape[dim] for dim in outermost_first], dtype or x.dtype).permute(inverse)
+def _make(described: Any) -> Any:
+    """New arguments, or results, of this description."""
+    match described:
+        case TensorShape():
+            return torch.empty_strided(
+                described.size, described.stride, dtype=described.dtype, device=META
+            )
+        case Scalar():
+            return described.value
+    return tuple(map(_make, described))
 
 
-def _sum(
-    x: Tensor,
-    dims: Sequence[int] | None = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    return _reduce(x, dims, keepdim, dtype or (x.dtype if x.is_floating_point() else torch.int64))
+class NoCompiler:
+    """What meta kernels ask of `torch._dynamo`."""
+
+    @staticmethod
+    def disable(function: Any, *how: Any, **options: Any) -> Any:
+        return function
 
 
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    shape = list(tensors[0].shape)
-    shape.insert(dim % (len(shape) + 1), len(tensors))
-    return _empty(shape, tensors[0].dtype)
-
-
-# Tensors that operations make, where torch takes longest to say: shape and format, from their
-# arguments.
-RESULTS: Mapping[Any, Callable[..., Tensor]] = {
-    aten.arange.start_step: lambda start, end, step=1, dtype=None, **options: _empty(
-        (-(-(end - start) // step),), dtype or torch.int64
-    ),
-    aten.cat.default: _concatenate,
-    aten.amax.default: _reduce,
-    aten.linalg_vector_norm.default: lambda x, order=2, *args, **options: _reduce(
-        x, *args, **options
-    ),
-    aten.mm.default: lambda left, right: _empty((left.shape[0], right.shape[1]), left.dtype),
-    aten.mv.default: lambda left, right: _empty(left.shape[:1], left.dtype),
-    aten.empty_like.default: _like,
-    aten.zeros_like.default: _like,
-    aten.stack.default: _stack,
-    aten.sum.default: lambda x, dtype=None: _sum(x, dtype=dtype),
-    aten.sum.dim_IntList: _sum,
-    aten.new_empty.default: lambda x, size, dtype=None, **options: _empty(size, dtype or x.dtype),
-}
+@lru_cache(maxsize=1 << 16)
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation makes of arguments with these descriptions. [Note: meta kernels]"""
+    modules: dict[str, Any] = sys.modules
+    compiler = modules.setdefault("torch._dynamo", NoCompiler)
+    try:
+        return _describe(func(*_make(args), **dict(_make(kwargs))))
+    finally:
+        if compiler is NoCompiler:
+            del modules["torch._dynamo"]
 
 
 @cache
@@ -440,51 +368,9 @@ def _target(func: Any) -> str | None:
     """Where an operation writes its one result: "self", or the name of the argument; None where it
     makes a tensor."""
     names = [argument.name for argument in func._schema.arguments if argument.is_write]
-    if len(names) != 1 or func.is_view or func._opname in ("resize_", "set_"):
+    if len(names) != 1 or func.is_view or func._opname in CHANGE_STORAGE:
         return None
     return "self" if func._schema.arguments[0].name == names[0] else names[0]
-
-
-@cache
-def _is_elementwise(func: Any) -> bool:
-    """Whether the result has the common shape of the arguments."""
-    return torch.Tag.pointwise in func.tags and len(func._schema.returns) == 1
-
-
-def _broadcast(func: Any, args: tuple) -> Tensor | None:
-    """The result of an elementwise operation; None where torch has to say of which format it is."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    first = tensors[0]
-    values = tensors[1:] if func._opname == "where" else tensors
-
-    # 1. Its format. Scalars count where they are floating point and no other value is.
-    dtypes = {x.dtype for x in values if x.ndim} or {x.dtype for x in values}
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    if not dtype.is_floating_point:
-        dtype = next((x.dtype for x in values if not x.ndim and x.is_floating_point()), dtype)
-    if func._opname in OF_TRUTHS or func._opname.startswith("logical_"):
-        dtype = torch.bool
-    elif not (dtype.is_floating_point or _stays_integer(func._opname, dtype, args)):
-        return None
-    elif (
-        dtype == first.dtype
-        and not first.is_contiguous()
-        and all(x.shape == first.shape for x in tensors)
-    ):
-        return _like(first)
-
-    # 2. Its shape.
-    shape = [1] * max(x.ndim for x in tensors)
-    for x in tensors:
-        for dim in range(1, x.ndim + 1):
-            shape[-dim] = max(shape[-dim], x.shape[-dim]) if x.shape[-dim] else 0
-    return _empty(shape, dtype)
-
-
-def _stays_integer(name: str, dtype: torch.dtype, args: tuple) -> bool:
-    if name not in OF_INTEGERS or any(isinstance(x, float) for x in args):
-        return False
-    return dtype != torch.bool or name.startswith("bitwise_")
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
@@ -515,49 +401,6 @@ def _documents(
 
 def _heads(q: Tensor, k: Tensor) -> Heads:
     return Heads(q.shape[1], k.shape[1], q.shape[2])
-
-
-class TurnRecording:
-    """A turn that is recorded: the counts of the recorder since it began. Mutable."""
-
-    def __init__(self, recorder: TurnRecorder, begin_bytes: int):
-        self.recorder = recorder
-        self.begin_bytes = begin_bytes
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes now above those alive when it began."""
-        return self.recorder.now - self.begin_bytes
-
-    def profile(self, **sizes: Any) -> TurnProfile:
-        """What was recorded up to now; `sizes`: fields that only the caller knows."""
-        recorder = self.recorder
-        sent = {axis: size for axis, size in recorder.sent.items() if size}
-        peak = recorder.peak - self.begin_bytes
-        return TurnProfile(peak=peak, sent=sent, calls=tuple(recorder.calls), **sizes)
-
-
-@dataclass(frozen=True)
-class RecordedAttention(Attention):
-    """Attention of which a ring, a window or a chunk adds many equal pieces to sums, in place."""
-
-    recorder: TurnRecorder | None = None
-
-    def fold(self, *args: Any, **options: Any) -> None:
-        self._play(Attention.fold, args, options)
-
-    def add(self, *args: Any, **options: Any) -> None:
-        self._play(Attention.add, args, options)
-
-    def _play(self, function: Callable[..., None], args: tuple, options: dict[str, Any]) -> None:
-        assert self.recorder
-
-        # Equal pieces have equal shapes and strides of tensors, and equal other arguments.
-        key: list[Any] = [function.__name__, *sorted(options.items())]
-        for group in args:
-            for x in group if isinstance(group, tuple) else (group,):
-                key.append((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x)
-        self.recorder.play_piece(tuple(key), partial(function, self, *args, **options))
 
 
 class RecordedGroup(Group):
@@ -631,14 +474,3 @@ class RecordedGroup(Group):
         self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False
     ) -> None:
         self._send(2 * x.numel() * (self.size - 1) // self.size, x)
-
-
-class RecordedWorld:
-    """One rank of a world whose others are not there."""
-
-    def __init__(self, rank: int, recorder: TurnRecorder):
-        self.rank = rank
-        self.recorder = recorder
-
-    def group(self, ranks: tuple[int, ...], purpose: str = "") -> RecordedGroup:
-        return RecordedGroup(ranks, self.rank, purpose, self.recorder)

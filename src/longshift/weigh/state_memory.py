@@ -182,10 +182,9 @@ class StateMemory:
         if unit in self.cut_blocks:
             # Ranks share the maxima of blocks that home cuts.
             cut = self.cut_blocks[unit]
-            ranks = len(cut.ranks)
-            maxima = 4 * self.steps.moments * cut.count
-            self.memory.send("scales", self.memory.all_reduce_bytes(maxima, ranks))
-            workspace = max(workspace, sizes.scales + maxima * (2 + ranks))
+            maxima = self.steps.moments * cut.count
+            begin, _ = self.memory.begin_collective("scales", "sum", len(cut.ranks), maxima, 4)
+            workspace = max(workspace, sizes.scales + 4 * maxima + begin.peak)
         self._add_workspace(unit, workspace)
         self.unpacked = None
 

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from longshift.dist.live_bytes import HeldBytes, prompt_release
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.step.player import Player
 from longshift.stream.trace import Recorder, Span, counter_events, events_of, origin, save
+from longshift.weigh.allocations import RankMemory
 from longshift.weigh.ledger import Ledger
 
 # Recorded peak over predicted peak: what a step may have.
@@ -105,13 +107,14 @@ def predict_step(player: Player) -> PredictedStep:
     """The ledger's prediction of the step whose program the player made last."""
     precision = player.precision
     is_cpu = player.world.device.type == "cpu"
-    ledger = Ledger(
+    memory = RankMemory(
         player.steps,
         "gloo" if is_cpu else "nccl",
         same_format=precision.compute == precision.home,
         host_is_device=is_cpu,
         float8=precision.float8,
     )
+    ledger = Ledger(memory)
     visits, packs_by_visit = player.steps.visits(player.groups_here, player.lengths)
     lengths = [[[player.lengths[d] for d in pack] for pack in packs] for packs in packs_by_visit]
     ops: list[PredictedOp] = []
@@ -130,16 +133,11 @@ def compare_ops(played: Sequence[PlayedOp], prediction: PredictedStep) -> list[d
     says where another operation was played than was predicted.
     """
     rows: dict[tuple, dict[str, Any]] = {}
-    for number in range(max(len(played), len(prediction.ops))):
-        played_op = played[number] if number < len(played) else None
-        predicted_op = prediction.ops[number] if number < len(prediction.ops) else None
-        name = played_name = str(played_op.op) if played_op else "nothing"
-        predicted_name = str(predicted_op.op) if predicted_op else "nothing"
-        is_same = bool(played_op and predicted_op and played_op.op == predicted_op.op)
-        if not is_same:
-            name = f"{played_name} was played for {predicted_name}"
-        recorded_bytes = played_op.device_bytes if played_op else None
-        predicted_bytes = predicted_op.device_bytes if predicted_op else None
+    for number, pair in enumerate(zip_longest(played, prediction.ops)):
+        played_name, predicted_name = (str(each.op) if each else "nothing" for each in pair)
+        recorded_bytes, predicted_bytes = (each.device_bytes if each else None for each in pair)
+        is_same = None not in pair and pair[0].op == pair[1].op
+        name = played_name if is_same else f"{played_name} was played for {predicted_name}"
         difference = (recorded_bytes or 0) - (predicted_bytes or 0)
         row = {
             "number": number,

@@ -17,35 +17,46 @@ played once, on one rank, on tensors without storage (`weigh.recorder`):
 What a turn begins with stays for as long as it runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from longshift.dist.collectives import Pending
+from longshift.documents.micro import Share, place_pack
 from longshift.layout import axes
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.loss_rows import loss_rows
 from longshift.layout.placement import local_boxes, local_shape
 from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
-from longshift.model.decoder import Block, Head, MicroBatch, Unit, build_unit, rotary_table
+from longshift.model.decoder import Block, Head, MicroBatch, Unit, build_unit
 from longshift.model.functions import WRITTEN_OUT, add_product
 from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
 from longshift.model.packed_attention import EVEN, LONG
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.formats import adds_inside
-from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.model import ModelSpec
 from longshift.step.compose import layout_ops
 from longshift.step.runner import loss_of_rows
-from longshift.weigh.recorder import META, RecordedWorld, Transport, TurnProfile, TurnRecorder
+from longshift.weigh.recorder import (
+    META,
+    RecordedGroup,
+    Transport,
+    TurnProfile,
+    TurnRecorder,
+)
 
 Part = Literal["embed", "block", "block with output", "attention half"]
 Phase = Literal["pass", "forward", "backward"]
 
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "sum"]
+
+DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ def _unit_turns(
 def load_turn(setup: RankSetup, order: TokenOrder, has_angles: bool = True) -> TurnProfile:
     """Profile of making a pack's tokens, labels, positions and tables of angles; of a chunk, whose
     angles are made later, without these."""
-    return RankPlayer(setup, order, setup.spec.ropes if has_angles else ()).loaded
+    return RankPlayer(setup, order, has_angles).loaded
 
 
 def loss_turn(setup: RankSetup, order: TokenOrder, number: int) -> TurnProfile:
@@ -126,24 +137,28 @@ def _loss_turn(setup: RankSetup, order: TokenOrder, number: int) -> TurnProfile:
 
 @lru_cache(maxsize=64)
 def rank_player(setup: RankSetup, order: TokenOrder) -> "RankPlayer":
-    return RankPlayer(setup, order, setup.spec.ropes)
+    return RankPlayer(setup, order)
 
 
 class RankPlayer:
     """A rank with one pack. Mutable: its recorder. `loaded`: the profile of making
     the pack's tensors."""
 
-    def __init__(self, setup: RankSetup, order: TokenOrder, ropes: Sequence[Rope]):
+    def __init__(self, setup: RankSetup, order: TokenOrder, has_angles: bool = True):
         self.setup = setup
         self.order = order
-        rank = setup.layout.rank(setup.coord)
+        self.world_rank = setup.layout.rank(setup.coord)
         self.recorder = TurnRecorder(setup.transport)
-        world: Any = RecordedWorld(rank, self.recorder)
-        self.ops = layout_ops(setup.spec, setup.layout, world, self._kernel())
-        self.ops.attention = self.recorder.attention(self.ops.attention)
-        with self.recorder.recording() as turn:
-            self.micro = self._micro_batch(ropes)
-        self.loaded = turn.profile(output=turn.left_bytes)
+        # The other ranks of this world are not there.
+        world: Any = SimpleNamespace(rank=self.world_rank, group=self._group)
+        kernel = self.recorder.count_calls(self._kernel())
+        self.ops = layout_ops(setup.spec, setup.layout, world, kernel)
+        with self.recorder.recording():
+            self.micro = self._micro_batch(has_angles)
+        self.loaded = self.recorder.profile(output=self.recorder.left_bytes)
+
+    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> RecordedGroup:
+        return RecordedGroup(ranks, self.world_rank, purpose, self.recorder)
 
     def _kernel(self) -> Kernel:
         """What a run on this device takes, or what needs no less memory."""
@@ -153,20 +168,19 @@ class RankPlayer:
         kernel = kernels(torch.device("cuda"), setup.dtype)[0]
         return cut(kernel, FLASH, EVEN, LONG) if setup.compute_bytes == 2 else kernel
 
-    def _micro_batch(self, ropes: Sequence[Rope]) -> MicroBatch:
+    def _micro_batch(self, has_angles: bool) -> MicroBatch:
         setup = self.setup
-        order = self.order
         layout = setup.layout
-        tokens = order.local_tokens // layout.neighbor_ranks
-        tokens_T = torch.empty(tokens, dtype=torch.int64, device=META)
-        labels_T = torch.empty_like(tokens_T)
-        positions_T = torch.empty_like(tokens_T)
-        runs = order.runs[layout.place(setup.coord, axes.deal_axes("two-ended"))]
-        ends = torch.empty(1 + len(runs), dtype=torch.int32, device=META)
-        width = setup.spec.rotary_width
-        rotary = {rope: rotary_table(rope, width, positions_T, setup.dtype) for rope in ropes}
-        positions = positions_T[: tokens // layout.weight_ranks]
-        return MicroBatch(tokens_T, labels_T, positions_T, positions, rotary, order, ends)
+        tokens = self.order.local_tokens // layout.neighbor_ranks
+        runs = self.order.runs[layout.place(setup.coord, axes.deal_axes("two-ended"))]
+        share = Share(
+            tokens=torch.empty(tokens, dtype=torch.int64, device=META),
+            labels=torch.empty(tokens, dtype=torch.int64, device=META),
+            positions=torch.empty(tokens, dtype=torch.int64, device=META),
+            ends=torch.empty(1 + len(runs), dtype=torch.int32, device=META),
+            order=self.order,
+        )
+        return place_pack(setup.spec, share, layout, self.world_rank, setup.dtype, META, has_angles)
 
     def stream(self) -> Tensor:
         """This rank's share [T', D] of the residual stream."""
@@ -200,9 +214,9 @@ class RankPlayer:
         function = self._function(part, block)
         x = self._input(part)
         ops = self.ops.keeping([]) if part == "block with output" else self.ops
-        with self.recorder.recording() as turn, torch.no_grad():
+        with self.recorder.recording(), torch.no_grad():
             y = function(x, self.micro, ops)
-        return turn.profile(output=_bytes(y), graph=turn.left_bytes - _bytes(y))
+        return self.recorder.profile(output=_bytes(y), graph=self.recorder.left_bytes - _bytes(y))
 
     def play(self, part: Part, block: int) -> dict[Phase, TurnProfile]:
         """Play a forward of a unit that keeps its graph, the first or another one,
@@ -216,20 +230,22 @@ class RankPlayer:
         )
 
         # 1. Forward.
-        with self.recorder.recording() as turn:
+        with self.recorder.recording():
             y = function(x, self.micro, ops)
-        forward = turn.profile(output=_bytes(y), graph=turn.left_bytes - _bytes(y))
+        forward = self.recorder.profile(
+            output=_bytes(y), graph=self.recorder.left_bytes - _bytes(y)
+        )
 
         # 2. Backward. The list of what attention kept lives as long as its graph.
         dy = self.stream()
-        with self.recorder.recording() as turn:
+        with self.recorder.recording():
             if y.requires_grad:
                 torch.autograd.backward(y, dy)
         dx_bytes = 0 if x is None else _bytes(x.grad)
         unit: Any = getattr(function, "__self__", function)  # of a half
         return {
             "forward": forward,
-            "backward": turn.profile(output=dx_bytes, grads=gradient_bytes(unit)),
+            "backward": self.recorder.profile(output=dx_bytes, grads=gradient_bytes(unit)),
         }
 
     def _function(self, part: Part, block: int) -> Callable[..., Tensor]:
@@ -258,9 +274,58 @@ class RankPlayer:
         assert isinstance(head, Head)
         x = self.stream()
         dx = self.stream()
-        with self.recorder.recording() as turn:
+        with self.recorder.recording():
             loss_of_rows(head, x, dx, self.micro, self.ops, number, seed=1.0)
-        return turn.profile(grads=gradient_bytes(head))
+        return self.recorder.profile(grads=gradient_bytes(head))
+
+
+class CollectiveTurn(NamedTuple):
+    """Profiles of a collective's begin and of the wait for its end.
+
+    The `output` of the begin is where it ends, its `graph` what it holds until then, besides what
+    there was before.
+    """
+
+    begin: TurnProfile
+    end: TurnProfile
+
+
+@lru_cache(maxsize=4096)
+def play_collective(
+    transport: Transport,
+    purpose: str,
+    operation: CollectiveName,
+    holders: int,
+    elements: int,
+    item_bytes: int,
+) -> CollectiveTurn:
+    """Play a collective among `holders`, with a slot of so many elements for each; an all-reduce,
+    and the sum of a small tensor, with one slot."""
+    recorder = TurnRecorder(transport)
+    group = RecordedGroup(tuple(range(holders)), 0, purpose, recorder)
+    dtype = DTYPES[item_bytes]
+    slots = 1 if operation in ("all_reduce", "sum") else holders
+    pending = Pending()
+    with recorder:
+        x = torch.empty((slots, elements), dtype=dtype, device=META)
+    with recorder.recording():
+        match operation:
+            case "all_gather":
+                out = torch.empty_like(x)
+                pending = group.all_gather(out, x.new_empty(elements))
+            case "reduce_scatter":
+                out = x.new_empty(elements)
+                pending = group.reduce_scatter(out, x)
+            case "all_reduce":
+                out = x.view(-1)
+                pending = group.start_all_reduce(out)
+            case "sum":
+                out = group.all_reduce(x)
+    out_bytes = 0 if slots == 1 else out.untyped_storage().nbytes()
+    begin = recorder.profile(output=out_bytes, graph=recorder.left_bytes - out_bytes)
+    with recorder.recording():
+        pending.wait()
+    return CollectiveTurn(begin, recorder.profile())
 
 
 def gradient_bytes(module: nn.Module) -> int:

@@ -1,41 +1,136 @@
-"""Bytes of a cut's working copies, of their gradients on the way home, and of switches, on a rank:
-see `weigh.ledger`."""
+"""Bytes of a cut's working copies, of their gradients on the way home, of sending them in another
+format than they are kept in (`state.wire`), and of switches, on a rank: see `weigh.ledger`."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from longshift.layout.placement import boxes_on, buckets_of
+from longshift.layout.placement import Bucket, boxes_on, buckets_of
+from longshift.layout.strips import Strip, areas, strips_of
 from longshift.program.turns import RankLayout
+from longshift.spec.formats import SCALE_EVERY, Wire
 from longshift.switch.plan import Plan
+from longshift.switch.traffic import bytes_by_exchange
 from longshift.weigh.allocations import Allocation, RankMemory
-from longshift.weigh.coding import Coding, gradient_coding, weight_coding
 from longshift.weigh.state_memory import StateMemory
 
 
 @dataclass(frozen=True)
-class BucketSizes:
-    """A bucket of a unit on this rank, in elements. Its fused buffer is [slots, width].
+class Coding:
+    """Bytes of coding a bucket.
 
-    `shard`: elements that this rank keeps at home.
-    `gather_coding`, `reduce_coding`: how it is coded on the wire, where it is.
+    `size`: of a slot on the wire.
+    `encoding`, `decoding`: workspace of each.
+    `encoded`, `decoded`: bytes that each reads and writes.
     """
 
-    holders: int
-    sharded: bool
-    width: int
-    shard: int
-    frozen: bool
-    gather_coding: Coding | None = None
-    reduce_coding: Coding | None = None
+    size: int
+    encoding: int
+    decoding: int
+    encoded: int
+    decoded: int
 
-    @property
-    def slots(self) -> int:
-        return self.holders if self.sharded else 1
+
+def gradient_passes(wire: Wire, sum_bytes: int) -> tuple[int, int]:
+    """Bytes read and written for an element of a gradient sum: by its sender, by its receiver."""
+    match wire.gradients:
+        case "float32":
+            return 0, 0
+        case "bf16":
+            return sum_bytes + 2, 2 + 2 * sum_bytes
+        case "float8":
+            # One byte is the code; the others are passes over values in the home format.
+            return 4 * sum_bytes + 1, 1 + 6 * sum_bytes
+
+
+def weight_passes(wire: Wire, weight_bytes: int, master_bytes: int) -> tuple[int, int]:
+    """Bytes read and written for an element of a weight: by its sender, by its receiver."""
+    if wire.weights != "float8":
+        return 0, 0
+    return 4 * master_bytes + 1, 1 + 4 * max(4, weight_bytes) + weight_bytes
+
+
+def gradient_coding(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Coding | None:
+    """The coding of a bucket's reductions on a rank; None where sums travel as they are.
+
+    `sum_bytes`: of an element of a sum.
+    """
+    if wire.gradients == "float32" or bucket.frozen or not bucket.sharded:
+        return None
+    slots = len(bucket.holders)
+    elements = slots * bucket.width
+    sent_bytes, received_bytes = gradient_passes(wire, sum_bytes)
+    size, encoding, decoding = 2 * bucket.width, 0, 0
+    if wire.gradients == "float8":
+        strips = tuple(strips_of(bucket))
+        size = areas(strips, sum_bytes).size
+        sizes = [strip.elements_at_once(strip.last - strip.first) for strip in strips]
+        encoding = max(_encoding(elements_at_once, sum_bytes) for elements_at_once in sizes)
+        shard_strips = _strips_of_rank(strips, bucket, rank)
+        decoding = max((_decoding(strip, slots, sum_bytes) for strip in shard_strips), default=0)
+    return Coding(
+        size=size,
+        encoding=encoding,
+        decoding=decoding,
+        encoded=elements * sent_bytes,
+        decoded=elements * received_bytes,
+    )
+
+
+def weight_coding(
+    bucket: Bucket, rank: int, wire: Wire, weight_bytes: int, master_bytes: int
+) -> Coding | None:
+    """The coding of a bucket's gathers on a rank; None where weights travel as they are.
+
+    `weight_bytes`, `master_bytes`: of an element of the copies and of the masters.
+    """
+    if wire.weights != "float8" or not bucket.sharded:
+        return None
+    strips = tuple(strips_of(bucket))
+    accum_bytes = max(4, weight_bytes)
+    sizes = [strip.elements_at_once(1) for strip in _strips_of_rank(strips, bucket, rank)]
+    sent_bytes, received_bytes = weight_passes(wire, weight_bytes, master_bytes)
+    return Coding(
+        size=areas(strips, weight_bytes).size,
+        encoding=max((_encoding(elements, master_bytes) for elements in sizes), default=0),
+        decoding=max(_decoding(strip, strip.last - strip.first, accum_bytes) for strip in strips),
+        encoded=bucket.kept(rank) * sent_bytes,
+        decoded=bucket.elements * received_bytes,
+    )
+
+
+def _strips_of_rank(strips: Iterable[Strip], bucket: Bucket, rank: int) -> list[Strip]:
+    """The strips that a rank's slot is in."""
+    index = bucket.holders.index(rank)
+    return [strip for strip in strips if strip.first <= index < strip.last]
+
+
+def _encoding(elements: int, item_bytes: int) -> int:
+    # A copy in blocks; of each block the least and the largest value, and whether it is infinite;
+    # a float32 scale of its own, where values have another format.
+    block_bytes = 2 * item_bytes + 1 + 4 * (item_bytes != 4)
+    return elements * item_bytes + elements // SCALE_EVERY * block_bytes
+
+
+def _decoding(strip: Strip, slots: int, item_bytes: int) -> int:
+    # The values; and codes in blocks, where rows do not consist of whole blocks.
+    return strip.elements_at_once(slots) * (item_bytes + (not strip.has_whole_blocks))
+
+
+class BucketShare(NamedTuple):
+    """A bucket of a unit on this rank, and how it is coded on the wire, where it is.
+
+    `elements`: that this rank keeps at home.
+    """
+
+    bucket: Bucket
+    elements: int
+    gather_coding: Coding | None
+    reduce_coding: Coding | None
 
 
 @dataclass(frozen=True)
@@ -48,11 +143,11 @@ class UnitSizes:
 
     flat: int
     weights: Mapping[str, int]
-    buckets: tuple[BucketSizes, ...]
+    buckets: tuple[BucketShare, ...]
 
     @property
-    def trained_buckets(self) -> list[BucketSizes]:
-        return [bucket for bucket in self.buckets if not bucket.frozen]
+    def trained_buckets(self) -> list[BucketShare]:
+        return [share for share in self.buckets if not share.bucket.frozen]
 
 
 def unit_sizes(memory: RankMemory, view: RankLayout, is_guest: bool) -> dict[int, UnitSizes]:
@@ -69,22 +164,19 @@ def unit_sizes(memory: RankMemory, view: RankLayout, is_guest: bool) -> dict[int
 
     # 1. Sizes of the buckets. A whole bucket in the compute format needs no other copy.
     home_boxes = {}
-    buckets_by_unit: dict[int, list[BucketSizes]] = {}
+    buckets_by_unit: dict[int, list[BucketShare]] = {}
     for bucket in buckets_of(spec, home_layout, rank):
         is_near = is_guest or memory.is_state_on_device(bucket.unit)
         if not bucket.sharded and is_near and (has_same_format or bucket.frozen):
             home_boxes.update(bucket.home(rank))
         master_bytes = memory.weight_bytes if is_guest or bucket.frozen else memory.sum_bytes
-        sizes = BucketSizes(
-            holders=len(bucket.holders),
-            sharded=bucket.sharded,
-            width=bucket.width,
-            shard=bucket.kept(rank),
-            frozen=bucket.frozen,
+        share = BucketShare(
+            bucket=bucket,
+            elements=bucket.kept(rank),
             gather_coding=weight_coding(bucket, rank, wire, memory.weight_bytes, master_bytes),
             reduce_coding=gradient_coding(bucket, rank, wire, memory.sum_bytes),
         )
-        buckets_by_unit.setdefault(bucket.unit, []).append(sizes)
+        buckets_by_unit.setdefault(bucket.unit, []).append(share)
 
     # 2. Sizes of the copies.
     units = {}
@@ -109,11 +201,15 @@ class Gather(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A bucket whose reduction is under way: where it ends, and what else it holds meanwhile."""
+    """A bucket whose reduction is under way: where it ends, and what else it holds meanwhile.
 
-    bucket: BucketSizes
+    `end_bytes`: workspace of its end.
+    """
+
+    share: BucketShare
     out: Allocation
     buffers: list[Allocation]
+    end_bytes: int
 
 
 class WeightMemory:
@@ -143,7 +239,7 @@ class WeightMemory:
 
     def open(self, unit: int) -> None:
         if self.is_guest:
-            elements = sum(bucket.shard for bucket in self.units[unit].buckets)
+            elements = sum(share.elements for share in self.units[unit].buckets)
             size = elements * self.memory.weight_bytes
             self.rows[unit] = self.memory.allocate(f"rows of {self.name}", size)
         else:
@@ -172,27 +268,24 @@ class WeightMemory:
     def gather(self, unit: int) -> None:
         self._allocate_copies(unit)
         gathers = deque[Gather]()
-        for bucket in self.units[unit].buckets:
-            if bucket.sharded:
-                gathers.append(Gather(self._start_gather(unit, bucket), bucket.gather_coding))
+        for share in self.units[unit].buckets:
+            if share.bucket.sharded:
+                gathers.append(Gather(self._start_gather(unit, share), share.gather_coding))
         self.gathers[unit] = gathers
 
-    def _start_gather(self, unit: int, bucket: BucketSizes) -> Allocation:
+    def _start_gather(self, unit: int, share: BucketShare) -> Allocation:
         memory = self.memory
-        size = bucket.width * memory.weight_bytes
-        if coding := bucket.gather_coding:
-            size = coding.size
+        size, item_bytes = share.bucket.width, memory.weight_bytes
+        if coding := share.gather_coding:
+            size, item_bytes = coding.size, 1
             memory.coded_bytes += coding.encoded
             place = "device" if self.is_guest else memory.state_place(unit)
             memory.allocations.add_workspace(size + coding.encoding, place)
 
-        # Gloo sends to more than one other from a buffer with a copy for each holder.
-        is_copied = memory.transport == "gloo" and bucket.holders > 2
-        num_slots = 2 * bucket.holders if is_copied else 1 + bucket.holders
-        buffer = memory.allocate("gathers under way", size * num_slots)
-        memory.allocations.add_workspace(size if is_copied else 0)
-        memory.send("gather", size * (bucket.holders - 1))
-        return buffer
+        begin = memory.begin_collective(
+            "gather", "all_gather", len(share.bucket.holders), size, item_bytes
+        ).begin
+        return memory.allocate("gathers under way", begin.output + begin.graph)
 
     def ready(self, unit: int) -> None:
         gathers = self.gathers.pop(unit)
@@ -220,7 +313,10 @@ class WeightMemory:
             return
         sizes = self.units[unit]
         if self.view.collective:
-            counts = [bucket.slots * bucket.width for bucket in sizes.trained_buckets]
+            counts = []
+            for bucket, *_ in sizes.trained_buckets:
+                slots = len(bucket.holders) if bucket.sharded else 1
+                counts.append(slots * bucket.width)
         else:
             counts = list(sizes.weights.values())
         item = self.memory.sum_bytes
@@ -238,63 +334,55 @@ class WeightMemory:
     def reduce(self, unit: int) -> None:
         sums = deque(self.sums.pop(unit))
         reductions = deque[Reduction]()
-        for bucket in self.units[unit].trained_buckets:
-            reductions.append(self._start_reduction(bucket, [sums.popleft()]))
+        for share in self.units[unit].trained_buckets:
+            reductions.append(self._start_reduction(share, [sums.popleft()]))
         self.reductions.setdefault(unit, deque()).append(reductions)
 
-    def _start_reduction(self, bucket: BucketSizes, total: list[Allocation]) -> Reduction:
+    def _start_reduction(self, share: BucketShare, total: list[Allocation]) -> Reduction:
         """Reduce the sum that is the one item of `total`, which is emptied."""
         memory = self.memory
-        size = bucket.width * memory.sum_bytes
-        peers = bucket.holders - 1
-        is_gloo = memory.transport == "gloo"
-        is_pair = bucket.holders == 2
-
-        def allocate(size: int) -> Allocation:
-            return memory.allocate("reductions under way", size)
+        bucket = share.bucket
+        holders = len(bucket.holders)
 
         # 1. Codes go to all holders, and each adds up its own.
-        if coding := bucket.reduce_coding:
+        if coding := share.reduce_coding:
             memory.coded_bytes += coding.encoded
-            codes = allocate(bucket.slots * coding.size)
+            buffers = [self._allocate_reduction(holders * coding.size)]
             memory.allocations.add_workspace(coding.encoding)
             total.clear()
-            memory.send("reduce", coding.size * peers)
-            return Reduction(bucket, allocate(bucket.slots * coding.size), [codes])
+            memory.send("reduce", coding.size * (holders - 1))
+            out = self._allocate_reduction(holders * coding.size)
+            return Reduction(share, out, buffers, end_bytes=0)
 
-        # 2. A reduce-scatter. On gloo it is made of messages: what arrives has a buffer.
-        if bucket.sharded:
-            memory.send("reduce", size * peers)
-            out = allocate(size)
-            if is_gloo:
-                total.append(allocate(size * (1 if is_pair else bucket.holders)))
-            return Reduction(bucket, out, list(total))
+        # 2. A reduce-scatter, or an all-reduce in place.
+        operation = "reduce_scatter" if bucket.sharded else "all_reduce"
+        begin, end = memory.begin_collective(
+            "reduce", operation, holders, bucket.width, memory.sum_bytes
+        )
+        out = self._allocate_reduction(begin.output) if bucket.sharded else total[0]
+        buffers = [total.pop(), self._allocate_reduction(begin.graph)]
+        return Reduction(share, out, buffers, end.peak)
 
-        # 3. An all-reduce in place. On gloo two ranks swap their sums instead.
-        swaps = is_gloo and is_pair
-        if peers:
-            memory.send("reduce", size if swaps else 2 * size * peers // bucket.holders)
-        return Reduction(bucket, total[0], [allocate(size)] if swaps else [])
+    def _allocate_reduction(self, size: int) -> Allocation:
+        return self.memory.allocate("reductions under way", size)
 
     def reduced(self, unit: int) -> None:
         memory = self.memory
         reductions = self.reductions[unit].popleft()
         for number in range(len(reductions)):
-            bucket, out, buffers = reductions.popleft()
-            coding = bucket.reduce_coding
-            if memory.transport == "gloo" and bucket.sharded and not coding and bucket.holders > 2:
-                memory.allocations.add_workspace(bucket.width * memory.sum_bytes)
+            share, out, buffers, end_bytes = reductions.popleft()
+            memory.allocations.add_workspace(end_bytes)
             buffers.clear()
-            if coding:
+            if coding := share.reduce_coding:
                 memory.coded_bytes += coding.decoded
                 codes = out
-                out = memory.allocate("reductions under way", bucket.width * memory.sum_bytes)
+                out = self._allocate_reduction(share.bucket.width * memory.sum_bytes)
                 memory.allocations.add_workspace(coding.decoding)
                 del codes  # they are there until they are decoded
             if self.is_guest:
                 self.totals.setdefault((unit, number), out)
             else:
-                self.home.receive(unit, number, out, bucket.shard * memory.sum_bytes)
+                self.home.receive(unit, number, out, share.elements * memory.sum_bytes)
             del out  # where home has copied it, it is gone before the next bucket
 
 
@@ -341,28 +429,21 @@ class ExchangeBytes:
 @lru_cache(maxsize=64)  # a planner weighs many candidates with the same switches
 def exchange_bytes(plan: Plan, rank: int) -> ExchangeBytes:
     """What `state.transfer.Transfer` moves on a rank."""
-    sent, received, passing = np.zeros((3, plan.exchanges), np.int64)
+    # 1. What comes and goes in each exchange, inside nodes and between them.
+    inside_out, inside_in, between_out, between_in = bytes_by_exchange(plan)[:, :, rank].T
+    sent = inside_out + between_out
+
+    # 2. What this rank receives for others: it is sent on in a later round.
+    passing = np.zeros(plan.exchanges, np.int64)
     for weight in plan.weights:
-        slices = weight.slices
         moves = weight.moves
-        if not len(moves):
-            continue
-
-        # 1. What comes and goes in each exchange.
-        exchange = weight.bucket[moves.slice] + moves.round
-        size = slices.size_bytes[moves.slice]
-        is_sent = moves.source == rank
         is_received = moves.target == rank
-        np.add.at(sent, exchange[is_sent], size[is_sent])
-        np.add.at(received, exchange[is_received], size[is_received])
-
-        # 2. What this rank receives for others: it is sent on in a later round.
-        is_unwanted = ~slices.wants[moves.slice, rank]
         is_early = moves.round < plan.rounds - 1
+        is_unwanted = ~weight.slices.wants[moves.slice, rank]
         through = np.unique(moves.slice[is_received & is_early & is_unwanted])
-        np.add.at(passing, weight.bucket[through], slices.size_bytes[through])
+        np.add.at(passing, weight.bucket[through], weight.slices.size_bytes[through])
     return ExchangeBytes(
         sent=tuple(sent.tolist()),
         passing=tuple(passing.tolist()),
-        largest=int((sent + received).max()),
+        largest=int((sent + inside_in + between_in).max()),
     )
