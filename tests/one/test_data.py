@@ -400,7 +400,7 @@ def test_a_text_without_tokens_is_refused(small, corpus, tmp_path):
     def strip(core):
         core.normalizer = tokenizers.normalizers.Strip()
 
-    with pytest.raises(DataError, match=r"a\.jsonl, line 3: the tokenizer finds no token"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3, byte 110: the tokenizer finds no token"):
         build([corpus], load(folder_with(small, tmp_path / "strip", strip)), tmp_path / "cache")
 
 

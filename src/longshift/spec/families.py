@@ -371,15 +371,12 @@ def _check_scale(read: Reader, head_width: int) -> None:
     """Keys of other families for the scale of attention, whose harmless value depends on this
     model."""
     # Some folders have them with the value that changes nothing.
-    for key, neutral in (
-        ("query_pre_attn_scalar", head_width),
-        ("attention_multiplier", head_width**-0.5),
+    for key, neutral, meaning in (
+        ("query_pre_attn_scalar", head_width, "the head width"),
+        ("attention_multiplier", head_width**-0.5, "of the head width"),
     ):
         if key not in read.known:
-            reason = (
-                f"supported: {neutral}, of the head width; this family has no other scale of"
-                " attention"
-            )
+            reason = f"supported: {neutral}, {meaning}; this family has no other scale of attention"
             read.only(key, neutral, reason)
 
 
