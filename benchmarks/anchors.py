@@ -45,7 +45,7 @@ from longshift.spec.model import ModelSpec
 from longshift.step_report import on_cluster
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 from longshift.workload.length_file import Lengths

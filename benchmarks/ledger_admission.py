@@ -12,7 +12,7 @@ from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge
 

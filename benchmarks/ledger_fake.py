@@ -24,7 +24,7 @@ from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.workload.groups import Edge
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))

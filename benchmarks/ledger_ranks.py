@@ -20,7 +20,7 @@ from longshift.spec.formats import formats_of
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import StepEstimate
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport

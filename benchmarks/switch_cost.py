@@ -39,8 +39,8 @@ from longshift.state.transfer import Transfer
 from longshift.state.visit import copies_of
 from longshift.switch.itinerary import Cut
 from longshift.switch.links import Links, assumed
+from longshift.switch.options import SwitchOptions
 from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import SwitchOptions
 from longshift.switch.spread import spread_weights, turn_about
 from longshift.switch.traffic import traffic
 

@@ -33,7 +33,7 @@ from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, score
-from longshift.switch.planners import Planner, SwitchOptions
+from longshift.switch.options import Planner, SwitchOptions
 from longshift.trainer.check import Case, Comparison, Reference
 from longshift.workload.groups import Edge, home_layout
 

@@ -49,7 +49,7 @@ from longshift.step.update import State, train_step
 from longshift.stream import tiers
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import StepEstimate
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge

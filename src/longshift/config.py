@@ -64,7 +64,7 @@ from longshift.spec.formats import (
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec
 from longshift.spec.positions import stretched
 from longshift.spec.rule import OPTIMIZERS, Rule, load_rule
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.workload.groups import SLOW_FLOPS, Edge, home_layout, timeout_s
 from longshift.workload.lengths import Overlong
 

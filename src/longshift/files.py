@@ -18,13 +18,15 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -225,9 +227,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def in_background(work: Callable[[], T]) -> Future[T]:
+def in_background(work: Callable[[], T]) -> "Future[T]":
     """Begin a piece of work in a thread of its own, which ends with it and never keeps the process
     alive. What the work raises is raised by `result`."""
+    # Imported here, as it takes logging with it, which the first line on the screen can do without.
+    from concurrent.futures import Future
+
     future = Future[T]()
 
     def fulfil() -> None:

@@ -23,8 +23,8 @@ from longshift.state.transfer import Transfer
 from longshift.state.visit import RowCopies, Switches, copies_of
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.switch.plan import Plan
-from longshift.switch.planners import SwitchOptions
 from longshift.switch.spread import BoxesByWeight, Spread, spread_weights
 from longshift.workload.groups import Edge
 

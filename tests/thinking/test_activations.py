@@ -17,7 +17,7 @@ from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge
 

@@ -14,7 +14,7 @@ from longshift.layout.layout import Layout
 from longshift.spec.families import preset
 from longshift.spec.formats import EIGHT_BITS
 from longshift.step_report import explain, shape_of
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.switch.traffic import traffic
 from longshift.weigh.needs import Need
 

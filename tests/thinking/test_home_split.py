@@ -14,7 +14,7 @@ from longshift.program.turns import visit_of
 from longshift.spec.families import preset
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.allocations import RankMemory
 from longshift.weigh.ledger import Ledger
 from longshift.workload.groups import Edge

@@ -21,7 +21,7 @@ from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh import activation_memory
 from longshift.weigh import ledger as ledgers
 from longshift.weigh.extrapolate_chunks import full_pack

@@ -36,7 +36,7 @@ from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.trainer.auto_plan import plan
 from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge

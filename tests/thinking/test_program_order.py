@@ -23,8 +23,8 @@ from longshift.schedule.pipeline import stage_passes
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.switch.plan import Plan
-from longshift.switch.planners import SwitchOptions
 from longshift.workload.groups import Edge
 
 MODELS, EACH = 400, 5  # random models with layouts; random packs of each

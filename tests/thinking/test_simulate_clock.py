@@ -26,7 +26,7 @@ from longshift.spec.formats import Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed, links_of
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 

@@ -17,8 +17,8 @@ from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import SwitchOptions
 from longshift.switch.spread import BoxesByWeight, Spread, plainest, spread_weights, together, turn_about
 from longshift.switch.traffic import least_s, traffic
 from longshift.workload.groups import Edge

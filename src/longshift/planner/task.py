@@ -14,7 +14,7 @@ from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport
 from longshift.workload.groups import Edge

@@ -42,7 +42,7 @@ from longshift.stream.tiers import BytesMoved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, assumed
-from longshift.switch.planners import SwitchOptions
+from longshift.switch.options import SwitchOptions
 from longshift.workload.groups import Edge, LengthGroup, length_groups
 
 

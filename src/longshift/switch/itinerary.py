@@ -19,8 +19,8 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
+from longshift.switch.options import Planner, SwitchOptions
 from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import Planner, SwitchOptions
 from longshift.switch.spread import (
     BoxesByWeight,
     Side,

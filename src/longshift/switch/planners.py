@@ -18,28 +18,16 @@ import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
 from longshift.switch.links import Links
+from longshift.switch.options import Planner
 from longshift.switch.slices import Slices
 
-Planner = Literal["fan_out", "algorithm1"]
 FULL = 2**62
 # Rows of the loads: sent inside nodes, sent between nodes, received from other nodes.
 INSIDE, BETWEEN, ENTERED = range(3)
-
-
-@dataclass(frozen=True)
-class SwitchOptions:
-    """How switches are planned. `bucket_bytes`: the most that a rank sends, or receives, in one
-    exchange. `ahead_bytes`: how much of the next layout's weights may arrive while the one before
-    still computes."""
-
-    planner: Planner = "fan_out"
-    bucket_bytes: int = 32 << 20
-    ahead_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
