@@ -13,7 +13,6 @@ from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Ops
 from longshift.model.packed_attention import LONG
-from longshift.schedule.sequence import pack_order
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import OF_PRESETS, PASSES, Cost, Mesh, habits
 from longshift.simulate.rates import rates
@@ -26,9 +25,7 @@ from longshift.weigh import activation_memory
 from longshift.weigh import ledger as ledgers
 from longshift.weigh.extrapolate_chunks import full_pack
 from longshift.weigh.needs import StepShape, largest_need, largest_step, memory_needs, representative_ranks
-from longshift.weigh.recorder import Matmul
 from longshift.weigh.state_memory import saved_bytes
-from longshift.weigh.turn_profile import RankSetup, unit_turn
 from longshift.workload.groups import Edge
 
 SPEC = ModelSpec("llama", 1009, 64, 5, 6, 3, 16, 176, 1 << 16, rope=Rope())
@@ -95,7 +92,7 @@ def test_a_first_step_leaves_what_its_first_micro_batches_leave(text: str, home:
             ledger, after = run.ledger(rank, "nccl", False), []
             weighed = ledger.play(*whole_step(run), lambda op, book=ledger.allocations, rows=after: rows.append((op, dict(book.now))))
             peaks = {place: peak.total for place, peak in weighed.peaks.items()}
-            found.append((after, peaks, weighed.sent, weighed.moved))
+            found.append((after, peaks, weighed.sent, weighed.moved, weighed.flops))
         return found
 
     short = played()
@@ -191,25 +188,18 @@ def test_a_new_primitive_of_the_model_is_weighed_and_timed_without_a_word(monkey
     def mlp(block: Block, x_TD: Tensor, ops: Ops) -> Tensor:
         return native(block, x_TD, ops) + torch.tanh(x_TD @ x_TD.mT) @ x_TD
 
-    def flops() -> int:
-        """Of a block's matmuls, forward and backward."""
-        layout = run.edges[0].use
-        setup, order = RankSetup(SPEC, layout, layout.coord(0), 2), pack_order(layout, (tokens,))
-        calls = [call for phase in ("forward", "backward") for call in unit_turn(setup, order, "block", phase).calls]
-        return sum(2 * call.batch * call.rows * call.inner * call.columns for call in calls if isinstance(call, Matmul))
-
     def seconds() -> list[float]:
         """Of matmuls forward and backward, of passes over memory forward, and of a step."""
         works = [cost.turn("block", turn, "block", Mesh(), tokens, tokens**2 / 2) for turn in ("forward", "backward")]
         step = Clock(run, machine, cost, "bf16").step([GroupPacks(run.edges[0].use, (((tokens,),),))])
         return [float(works[0].matmul_s), float(works[1].matmul_s), float(works[0].elementwise_s), step.seconds]
 
-    before, flops_before, seconds_before = run.pack_estimate(run.edges[0], 0, "gloo", True), flops(), seconds()
+    before, seconds_before = run.pack_estimate(run.edges[0], 0, "gloo", True), seconds()
     monkeypatch.setattr(Block, "mlp", mlp)
     caches.clear()
-    after, flops_after, seconds_after = run.pack_estimate(run.edges[0], 0, "gloo", True), flops(), seconds()
+    after, seconds_after = run.pack_estimate(run.edges[0], 0, "gloo", True), seconds()
     caches.clear()
-    assert flops_after - flops_before == 6 * 2 * tokens**2 * width
+    assert after.flops - before.flops == layers * 6 * 2 * tokens**2 * width
     assert after.device - before.device >= layers * 2 * tokens**2
 
     scores_s, output_s, left_s = (

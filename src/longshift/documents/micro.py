@@ -26,19 +26,20 @@ from longshift.spec.model import ModelSpec
 class Share:
     """One rank's tokens of a pack, or of a chunk of a pack, in host memory: ids, labels and
     positions, int64 [T] each; and where its runs of tokens begin and the last one ends, int32 [runs
-    + 1]."""
+    + 1]. Arrays, as tensors count as memory of a step where the device is the host; tensors where
+    they are pinned."""
 
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-    ends: Tensor
+    tokens: np.ndarray | Tensor
+    labels: np.ndarray | Tensor
+    positions: np.ndarray | Tensor
+    ends: np.ndarray | Tensor
     order: TokenOrder
 
     def pinned(self, device: torch.device) -> "Share":
         """The same in memory that a GPU copies from while the host goes on."""
         arrays = ("tokens", "labels", "positions", "ends")
         with torch.cuda.device(device):  # a thread begins with the first GPU
-            tensors = {name: getattr(self, name).pin_memory() for name in arrays}
+            tensors = {name: torch.from_numpy(getattr(self, name)).pin_memory() for name in arrays}
         return replace(self, **tensors)
 
 
@@ -101,13 +102,8 @@ def share(
     number = layout.place(coord, axes.neighbor_axes())
     begin = number * len(index) // layout.neighbor_ranks
     end = (number + 1) * len(index) // layout.neighbor_ranks
-    return Share(
-        tokens=torch.from_numpy(tokens[begin:end]),
-        labels=torch.from_numpy(labels[begin:end]),
-        positions=torch.from_numpy(positions[begin:end]),
-        ends=torch.from_numpy(np.cumsum([0, *run_lengths], dtype=np.int32)),
-        order=order,
-    )
+    ends = np.cumsum([0, *run_lengths], dtype=np.int32)
+    return Share(tokens[begin:end], labels[begin:end], positions[begin:end], ends, order)
 
 
 def _share_of_chunk(
@@ -144,10 +140,10 @@ def place_pack(
     angles: bool = True,
 ) -> MicroBatch:
     """A share on the device. `angles`: whether with those of its positions."""
-    tokens_T = on_device(share.tokens, device)
-    labels_T = on_device(share.labels, device)
-    positions_T = on_device(share.positions, device)
-    ends = on_device(share.ends, device)
+    tokens_T = _to_device(share.tokens, device)
+    labels_T = _to_device(share.labels, device)
+    positions_T = _to_device(share.positions, device)
+    ends = _to_device(share.ends, device)
 
     rotary = {}
     if angles:
@@ -160,6 +156,10 @@ def place_pack(
     begin = layout.place(layout.coord(rank), axes.weight_axes()) * rank_tokens
     positions = positions_T[begin : begin + rank_tokens]
     return MicroBatch(tokens_T, labels_T, positions_T, positions, rotary, share.order, ends)
+
+
+def _to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    return on_device(values if isinstance(values, Tensor) else torch.from_numpy(values), device)
 
 
 class ChunkedPack:

@@ -137,7 +137,7 @@ class RankMemory:
     `with_peaks`: whether peaks are wanted, and so what operations need as workspace. Traffic is
     known without.
 
-    `sent`, `moved`: bytes by communicator, and by way between memories.
+    `sent`, `moved`: bytes by communicator, and by way between memories. `flops`: of computations.
     `added_bytes`: of gradients that were added to their sums in a pass of its own.
     `coded_bytes`: read and written to send in the formats of `wire`.
     """
@@ -158,6 +158,7 @@ class RankMemory:
         self.allocations = AllocationTracker()
         self.sent = Counter[str]()
         self.moved = Counter[str]()
+        self.flops = 0
         self.added_bytes = 0
         self.coded_bytes = 0
 
@@ -190,8 +191,9 @@ class RankMemory:
         return collective
 
     def record_profile(self, profile: TurnProfile) -> None:
-        """Note what an operation needs as workspace, and what it sends."""
+        """Note what an operation needs as workspace, what it computes, and what it sends."""
         self.allocations.add_workspace(profile.peak)
+        self.flops += profile.flops
         for communicator, size in profile.sent.items():
             self.send(communicator, size)
 

@@ -30,11 +30,14 @@ class StepEstimate:
     `peaks`: by place.
     `sent`: bytes out of the rank to others, by communicator.
     `moved`: bytes put into tiers and fetched.
+    `flops`: of matmuls and of attention, causal scores counted once, recomputation included; only
+    where the step itself was played.
     """
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
 
     @property
     def device(self) -> int:
@@ -110,11 +113,13 @@ class Ledger(OperationPlayer):
             peaks=dict(self.allocations.snapshots.get(WHOLE_STEP, {})),
             sent=dict(self.memory.sent),
             moved=dict(self.memory.moved),
+            flops=self.memory.flops,
         )
 
     def _play_step(self, program: Sequence[Op], after: Callable[[Op], object] | None) -> None:
         self.memory.sent.clear()
         self.memory.moved.clear()
+        self.memory.flops = 0
         for number, op in enumerate(program):
             self.allocations.begin_op(number, op)
             self.table[op.kind](op)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,6 +59,10 @@ class Matmul(NamedTuple):
     columns: int
     sums_tokens: bool
 
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.rows * self.inner * self.columns
+
 
 class MemoryPass(NamedTuple):
     """A kernel that reads and writes memory: elementwise operations, sums, copies. `sizes`: bytes
@@ -78,10 +82,10 @@ class AttentionCall(NamedTuple):
     heads: Heads
 
     @property
-    def flops(self) -> float:
+    def flops(self) -> int:
         """Causal scores are counted once."""
         factor = BACKWARD if self.backward else FORWARD
-        return factor * self.pairs * self.heads.query * self.heads.width
+        return int(factor * self.pairs * self.heads.query * self.heads.width)
 
 
 class Collective(NamedTuple):
@@ -113,6 +117,11 @@ class TurnProfile:
     sent: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     calls: tuple[DeviceCall, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def flops(self) -> int:
+        """Of matmuls and of attention."""
+        return sum(call.flops for call in self.calls if isinstance(call, Matmul | AttentionCall))
 
 
 class TurnRecorder(TorchDispatchMode):
