@@ -22,6 +22,10 @@ MOST = 15  # rounds
 # A family that would take longer has fewer rounds than FEWEST, or none after its warm-up: others
 # run on the cores.
 LATEST_S = 10.0
+# An operation that takes this many seconds is warm after its first run: what is made once takes
+# less.
+WARM_S = 0.5
+LOOK_EVERY = 16  # operations, after which the clock is looked at
 SHORT_S = 2e-3  # operations that are shorter are repeated inside one timing
 # The same where cores are shared or capped: several periods of the kernel's scheduler, to see what
 # is sustained.
@@ -67,45 +71,60 @@ class Bench:
 
     def seconds(self, runs: Sequence[Run], budget_s: float) -> list[list[float]]:
         """For each operation its seconds in every round."""
-        # 1. Warm each up, and see how long it takes.
+        # 1. Warm each up, and see how long it takes. One that takes long is warm after its first
+        #    time, and all are where there is no time for more. Ranks decide alike.
         warm_s = []
         begin_s = time.perf_counter()
         for run in runs:
-            self.time(run, 1)
-            warm_s.append(self.time(run, 1))
-        *warm_s, warming_s = self.slowest([*warm_s, time.perf_counter() - begin_s])
+            run_s, warming_s = self.slowest([self.time(run), time.perf_counter() - begin_s])
+            if run_s < WARM_S and warming_s < LATEST_S:
+                [run_s] = self.slowest([self.time(run)])
+            warm_s.append(run_s)
+        [warming_s] = self.slowest([time.perf_counter() - begin_s])
         if warming_s > max(budget_s, LATEST_S):
             return [[run_s] for run_s in warm_s]
 
-        # 2. How often each is repeated inside one timing, and how long a round takes then. Where
-        #    ranks wait for one another, warming took longer than the sum of its seconds.
+        # 2. How often each is repeated inside one timing.
         least_s = max(SHORT_S, min(self.least_s, budget_s / (FEWEST * len(runs))))
         repeats = [max(1, math.ceil(least_s / max(1e-9, run_s))) for run_s in warm_s]
-        round_s = warming_s / 2 + sum(run_s * (count - 1) for run_s, count in zip(warm_s, repeats))
+        most_s = max(least_s, LATEST_S / len(runs))
 
         # 3. Rounds, as many as the budget has time for.
-        round_s = max(1e-9, round_s)
-        rounds = max(budget_s / round_s, min(FEWEST, LATEST_S / round_s))
-        samples = [
-            self.slowest([self.time(run, count) for run, count in zip(runs, repeats)])
-            for _ in range(max(1, int(min(MOST, rounds))))
-        ]
+        samples: list[list[float]] = []
+        begin_s = time.perf_counter()
+        while len(samples) < MOST:
+            round_s = [self.time(run, count, most_s) for run, count in zip(runs, repeats)]
+            *round_s, elapsed_s = self.slowest([*round_s, time.perf_counter() - begin_s])
+            samples.append(round_s)
+            # One more round takes as long as those before.
+            expected_s = elapsed_s * (len(samples) + 1) / len(samples)
+            if expected_s >= (budget_s if len(samples) >= FEWEST else max(budget_s, LATEST_S)):
+                break
         return list(map(list, zip(*samples)))
 
-    def time(self, run: Run, count: int) -> float:
-        """Seconds of one of so many in a row, or the median of those that it reports itself."""
+    def time(self, run: Run, count: int = 1, most_s: float = math.inf) -> float:
+        """Seconds of one of so many in a row, or the median of those that it reports itself.
+
+        Alone, a process ends a row after `most_s`: warm operations may take a hundred times as long
+        once others run. Ranks run equally many.
+        """
         if self.world is not None:
             self.world.everyone.all_reduce(torch.zeros(1, device=self.device))
+            most_s = math.inf
         self._wait()
         begin_s = time.perf_counter()
         reported_s = []
-        for _ in range(count):
+        number = 0
+        while number < count:
             if isinstance(seconds := run(), float):
                 reported_s.append(seconds)
+            number += 1
+            if not number % LOOK_EVERY and time.perf_counter() - begin_s > most_s:
+                break
         self._wait()
         if reported_s:
             return statistics.median(reported_s)
-        return (time.perf_counter() - begin_s) / count
+        return (time.perf_counter() - begin_s) / number
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """The seconds of the slowest rank, at every place."""
