@@ -114,8 +114,8 @@ def test_peers_of_a_rank_that_dies_fail_at_once(tmp_path, layout):
     with ForkedWorld(3) as world:
         world.call("checkpoints:pid")
         line = {"function": "checkpoints:die_in_step", "arguments": {"layout": layout, "rank": 1, "folder": str(tmp_path)}}
-        for write, _ in world._pipes:
-            os.write(write, json.dumps(line).encode() + b"\n")
+        for pipe in world._pipes:
+            pipe.send_bytes(json.dumps(line).encode())
         until = time.monotonic() + DEADLINE_S
         while len(list(tmp_path.glob("[0-9]"))) < 3 and time.monotonic() < until:
             time.sleep(0.01)
