@@ -259,6 +259,7 @@ def work(
     from longshift.trainer.launch import rank_error, tell
 
     try:
+        _joined = folder.joined()  # open until this process ends
         _run_rank(read_asked(folder.path), folder, rank, resume, json, stop, trace)
         leave(0)
     except Exception as fault:

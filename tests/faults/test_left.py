@@ -1,15 +1,19 @@
 """What killed processes leave in a run folder, and runs whose disk kept less than they wrote."""
 
 import errno
+import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from longshift.command_results import print_result
 from longshift.config_file import parse_config
-from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
+from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import refused, rewrite, written
+from longshift.trainer import run_folder
 from longshift.trainer.run_folder import RunFolder, prepare, summarize_run
 
 CONFIG = """
@@ -52,6 +56,36 @@ def test_among_other_ranks_nothing_is_swept(config, tmp_path):
     (tmp_path / "run/.env.json-23").touch()
     prepare(config, resume=False, alone=False)
     assert (tmp_path / "run/.env.json-23").exists()
+
+
+@pytest.mark.parametrize("seconds", [0.7, 60])
+def test_a_start_waits_for_ranks_of_a_killed_launcher(config, tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(run_folder, "RANKS_S", 50.0 if seconds < 5 else 0.3)
+    (tmp_path / "run").mkdir()
+    code = (
+        "import sys, time; from pathlib import Path; from longshift.trainer.run_folder import RunFolder\n"
+        f"kept = RunFolder(Path({str(tmp_path / 'run')!r})).joined(); print('there', flush=True); time.sleep({seconds})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout
+        assert rank.stdout.readline() == "there\n"
+        if seconds < 5:
+            prepare(config, resume=False)
+            assert rank.wait(30) == 0
+        else:
+            with pytest.raises(UsageError, match=r"ranks of a launcher that is gone still save in .*run"):
+                prepare(config, resume=False)
+        rank.kill()
+
+
+def test_ranks_share_their_lock(tmp_path):
+    folder = RunFolder(tmp_path)
+    first, second = folder.joined(), folder.joined()
+    with open(tmp_path / ".ranks") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for file in (first, second):
+        assert file is not None
+        file.close()
 
 
 @pytest.mark.parametrize(("rows", "saved", "finished"), [(3, 4, True), (4, 2, True), (3, 2, False), (0, 4, True)])

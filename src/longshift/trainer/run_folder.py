@@ -9,6 +9,7 @@ LATEST           the newest checkpoint that is durable
 identity         random: what shows that a checkpoint is of this run
 errors/          rank-N.json: why rank N failed
 .lock            held while a process trains here
+.ranks           held by each of its ranks, which may outlive it by a moment
 """
 
 import fcntl
@@ -49,6 +50,7 @@ from longshift.trainer.trackers import expect
 LEFT = re.compile(
     r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST|identity)\.writing"
 )
+RANKS_S = 10.0  # to wait for ranks whose launcher was killed
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,15 @@ class RunFolder:
         step = name.removeprefix("step-")
         return int(step) if step.isdecimal() else 0
 
+    def joined(self) -> IO[str] | None:
+        """A file that is open while this rank, which a launcher started, may write here. Raises
+        OutOfMemoryError and CheckpointError."""
+        with written(str(self.path)):
+            file = (self.path / ".ranks").open("a", encoding="utf-8")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return file
+
 
 def shown_path(path: Path) -> str:
     """A path as a person would write it from here."""
@@ -169,6 +180,7 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
         )
     folder = replace(folder, lock=_lock(folder) if rank == 0 else None)
     if alone:
+        _wait_for_ranks(folder)
         _sweep(folder)
         with suppress(OSError):  # no temporary folder at all
             sweep(Path(tempfile.gettempdir()))
@@ -224,6 +236,25 @@ def _sweep(folder: RunFolder) -> None:
         elif LEFT.fullmatch(path.name):
             with suppress(OSError):
                 path.unlink()
+
+
+def _wait_for_ranks(folder: RunFolder) -> None:
+    """Wait for ranks whose launcher was killed: what they hold is freed when they are gone."""
+    until = time.monotonic() + RANKS_S
+    with suppress(FileNotFoundError), (folder.path / ".ranks").open(encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UsageError(
+                        f"ranks of a launcher that is gone still save in {folder.shown}; wait for"
+                        " them, or end them"
+                    ) from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                return
 
 
 def _written_here(folder: RunFolder) -> bool:
