@@ -44,7 +44,7 @@ from longshift.spec import model
 from longshift.spec.adapters import Lora
 from longshift.spec.model import ModelSpec, Part
 from longshift.state import copies as copies_module
-from longshift.state.copies import AlignedCopies, Copies
+from longshift.state.copies import AlignedCopies
 from longshift.state.home import Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.strip_views import Strips, StripViews
@@ -866,14 +866,12 @@ def gradients_of_replicas_not_summed(patch: Patch) -> None:
 
 def gradients_home_in_bf16(patch: Patch) -> None:
     """Gradients of a visited layout cross the wire in bfloat16."""
-    take_home = Switches.take_home
+    put = Transfer._put
 
-    def wrong(self: Switches, source: Copies) -> Transfer:
-        transfer = take_home(self, source)
-        transfer.dtype = torch.bfloat16
-        return transfer
+    def wrong(self: Transfer, targets: list[Tensor], sources: list[Tensor]) -> None:
+        put(self, targets, [source.bfloat16().to(source.dtype) for source in sources] if self.plan.sums else sources)
 
-    patch.setattr(Switches, "take_home", wrong)
+    patch.setattr(Transfer, "_put", wrong)
 
 
 def door_forgets_its_own(patch: Patch) -> None:
