@@ -1,5 +1,5 @@
-"""Files that are on the disk when we say so, folders that appear whole or not at all, what it means
-that a disk refuses, and work that waits for files while a step computes.
+"""Files that are on the disk when we say so, folders that appear whole or not at all, and what it
+means that a disk refuses.
 
 Temporary folders do not outlive their process for long: what a killed one has left, the next that
 makes such a folder removes. The process that made a folder holds a lock on a file in it, and so do
@@ -20,13 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -225,21 +221,3 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def in_background(work: Callable[[], T]) -> "Future[T]":
-    """Begin a piece of work in a thread of its own, which ends with it and never keeps the process
-    alive. What the work raises is raised by `result`."""
-    # Imported here, as it takes logging with it, which the first line on the screen can do without.
-    from concurrent.futures import Future
-
-    future = Future[T]()
-
-    def fulfil() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as fault:  # raised where the result is asked for
-            future.set_exception(fault)
-
-    Thread(target=fulfil, name="longshift-background", daemon=True).start()
-    return future

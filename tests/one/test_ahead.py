@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import longshift as ls
+from longshift.background import in_background
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.dist.world import World
@@ -16,7 +17,6 @@ from longshift.documents.batch import Batches
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.documents.tokens import TokenCache
 from longshift.errors import DataError
-from longshift.files import in_background
 from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.trainer.build_run import build_player, build_state, open_data

@@ -22,6 +22,7 @@ THINKING = (
         "user_code",
         "terminal",
         "files",
+        "background",
         "user_code",
         "yaml_reader",
         "other_tools",

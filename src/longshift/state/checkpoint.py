@@ -34,9 +34,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from longshift.background import in_background
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, OutOfMemoryError
-from longshift.files import in_background, is_no_room, sync, usual_mode
+from longshift.files import is_no_room, sync, usual_mode
 from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
+from longshift.background import in_background
 from longshift.config import Config
 from longshift.dist.cores import stay_near
 from longshift.dist.launcher import own_rank
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import NonFiniteError
-from longshift.files import in_background
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.saver import Saver
 from longshift.step.player import Player, Ready
