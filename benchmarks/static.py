@@ -21,6 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from common import arguments, publish, say
@@ -65,11 +66,11 @@ class OtherWorld(SpawnedWorld):
         super().__init__(RANKS)
         self._path = os.pathsep.join(str(checkout.resolve() / name) for name in ("src", "benchmarks"))
 
-    def _begin(self, rank: int, listener: socket.socket, calls: int, answers: int) -> int:
+    def _begin(self, rank: int, listener: socket.socket, pipe: Connection) -> int:
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = self._path
         try:
-            return super()._begin(rank, listener, calls, answers)
+            return super()._begin(rank, listener, pipe)
         finally:
             os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
