@@ -20,11 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
-
-T = TypeVar("T")
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Errors that no program makes alone.

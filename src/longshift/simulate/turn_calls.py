@@ -26,7 +26,7 @@ from longshift.weigh.recorder import (
     MemoryPass,
     Transport,
 )
-from longshift.weigh.turn_profile import Part, Phase, RankSetup, loss_turn, unit_turn
+from longshift.weigh.turn_profile import Part, Phase, RankSetup, layout_of, loss_turn, unit_turn
 
 UnitKind = Literal["embeddings", "block", "head"]
 DEGREES = np.arange(3)  # of sizes, in tokens
@@ -78,13 +78,6 @@ class TurnCalls:
     @property
     def layout(self) -> Layout:
         return layout_of(self.mesh)
-
-
-def layout_of(mesh: tuple[int, ...]) -> Layout:
-    """The layout of a mesh alone."""
-    return Layout().with_degrees(
-        {axis.name: degree for axis, degree in zip(axes.token_axes(), mesh)}
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ What a turn begins with stays for as long as it runs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -59,6 +59,13 @@ CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "sum"]
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
 
 
+def layout_of(mesh: tuple[int, ...]) -> Layout:
+    """The layout of a mesh alone."""
+    return Layout().with_degrees(
+        {axis.name: degree for axis, degree in zip(axes.token_axes(), mesh)}
+    )
+
+
 @dataclass(frozen=True)
 class RankSetup:
     """A rank, and how it computes. `compute_bytes`: of an element of the compute format;
@@ -78,13 +85,9 @@ class RankSetup:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        degrees = {axis.name: self.layout.degree(axis.name) for axis in axes.token_axes()}
         recompute = "selective" if self.layout.recompute == "selective" else "none"
-        layout = Layout(recompute=recompute).with_degrees(degrees)
-        # The first axis varies fastest over ranks.
-        rank = 0
-        for name in reversed(degrees):
-            rank = rank * degrees[name] + self.coord.along(name)
+        layout = replace(layout_of(self.layout.mesh), recompute=recompute)
+        rank = self.layout.place(self.coord, axes.token_axes())
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "coord", layout.coord(rank))
 
