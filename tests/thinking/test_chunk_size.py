@@ -20,7 +20,7 @@ def machine(faster: float = 1.0, free_bytes: float = 60e9) -> Machine:
     h100 = machine_preset("h100")
     link = h100.links["device"]
     links = {**h100.links, "device": Link(faster * link.bytes_per_s, link.latency_s)}
-    return Machine(replace(h100, links=links), "bf16", False, free_bytes)
+    return Machine(replace(h100, links=links), "bf16", free_bytes)
 
 
 def bytes_of(tokens: int) -> int:

@@ -51,13 +51,11 @@ class Machine:
     """The machine that a chunk is chosen for.
 
     `dtype`: format of the arithmetic.
-    `device_is_host`: whether the device's memory is the host's.
     `free_bytes`: of a device.
     """
 
     cluster: Cluster
     dtype: str
-    device_is_host: bool
     free_bytes: float
 
 

@@ -71,7 +71,6 @@ def _chunks(
             machine = Machine(
                 cluster.with_arithmetic(dtype),
                 dtype,
-                device.type == "cpu",
                 _free_bytes(config, device),
             )
             tokens, reason = choose_chunk(
