@@ -115,9 +115,9 @@ class Layout(Degrees[int]):
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole
     pack, AUTO: see there. `offload`: the memory where what a backward needs waits, under recompute
-    full or in chunks; `kv` and `schedule` of a chunked one: see `schedule.chunks`; `every`: see
-    `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`: degrees of axes
-    without a field, by name.
+    full or in chunks; `kv` and `schedule` of a chunked one: see `schedule.block_events`;
+    `every`: see `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`:
+    degrees of axes without a field, by name.
 
     Raises UsageError for text that is no layout, and for text with other fields beside it.
     """

@@ -1,5 +1,5 @@
 """Streaming: layouts in chunks for documents that no layout of whole packs holds
-(`schedule.chunks`).
+(`schedule.block_events`).
 
 By rate cards a streamed layout takes what the same mesh takes under recompute-full: its backward
 recomputes a block from its input, except attention. Offloading is assumed to be hidden under that.

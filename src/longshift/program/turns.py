@@ -43,11 +43,14 @@ def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) ->
     without a target."""
     if layout.chunk:
         return Visit(layout, len(packs))
+    # Packs of equal lengths are laid out once.
     blocks_by_pack = {}
     for pack in set(map(tuple, packs)):
         order = pack_order(layout, pack)
-        blocks_by_pack[pack] = loss_blocks(spec, order.local_tokens // layout.contiguous_ranks)
-    return Visit(layout, len(packs), tuple(blocks_by_pack[tuple(pack)] for pack in packs))
+        rows = order.local_tokens // layout.contiguous_ranks
+        blocks_by_pack[pack] = loss_blocks(spec, rows)
+    blocks = tuple(blocks_by_pack[tuple(pack)] for pack in packs)
+    return Visit(layout, len(packs), blocks)
 
 
 class RankLayout:
@@ -211,11 +214,14 @@ class _Turns:
         """The operation that brings sums home after a backward of a unit on this micro-batch, where
         they go then."""
         layout = self.view.layout
+        # In vertical order the micro-batches of a unit follow each other, so one reduction serves
+        # all.
         if micro == self.visit.micros - 1:
             is_due = self.closing or layout.zero >= 2
         else:
             is_due = layout.zero >= 2 and layout.order != "vertical"
-        if is_due and unit in self.view.learned and self.view.collective:
+        has_holders = unit in self.view.learned and self.view.collective
+        if is_due and has_holders:
             yield Op("reduce", self.number, unit)
 
 
@@ -238,32 +244,26 @@ class _WholeTurns(_Turns):
         """Turns of forwards of micro-batches. That of the head is part of its loss, which is here
         where nothing is learned."""
         for unit in self.view.chunks[chunk]:
-            if unit <= self.view.spec.layers:
-                yield UnitTurn(
-                    unit, tuple(op for micro in micros for op in self._forward(unit, micro))
-                )
-            elif not self.learns:
-                yield UnitTurn(
-                    unit, tuple(op for micro in micros for op in self._loss(unit, micro))
-                )
+            is_head = unit > self.view.spec.layers
+            if is_head and self.learns:
+                continue
+            make_ops = self._loss if is_head else self._forward
+            ops = (op for micro in micros for op in make_ops(unit, micro))
+            yield UnitTurn(unit, tuple(ops))
 
     def backward(self, chunk: int, *micros: int) -> Iterator[UnitTurn]:
         """Turns of backwards of micro-batches. What waits in a tier is fetched one unit, or
         micro-batch, ahead."""
         # One fetch goes ahead, so that it crosses the link while another unit is computed.
         units = self.view.chunks[chunk][::-1]
-        fetches = iter(
-            [*(self._moves("fetch", unit, micro) for unit in units for micro in micros), []]
-        )
-        ops = next(fetches)
+        fetches = deque(self._moves("fetch", unit, micro) for unit in units for micro in micros)
+        fetches.append([])
+        ops = fetches.popleft()
         for unit in units:
+            make_ops = self._loss if unit > self.view.spec.layers else self._backward
             for micro in micros:
-                ops += next(fetches)
-                ops += (
-                    self._loss(unit, micro)
-                    if unit > self.view.spec.layers
-                    else self._backward(unit, micro)
-                )
+                ops += fetches.popleft()
+                ops += make_ops(unit, micro)
             yield UnitTurn(unit, tuple(ops))
             ops = []
 
@@ -277,9 +277,10 @@ class _WholeTurns(_Turns):
 
     def _loss(self, unit: int, micro: int) -> Iterator[Op]:
         """Loss of the head, and its gradient where it learns, a block of rows after another."""
+        turn = "loss" if self.learns else "score"
         for block in range(self.visit.loss_blocks[micro]):
-            turn = "loss" if self.learns else "score"
             yield Op("compute", self.number, unit, micro, turn=turn, number=block)
+            # Gradients of a block are added up before the next block leaves its own.
             if self.learns:
                 yield from self._accumulate(unit)
         if self.learns:
@@ -290,6 +291,7 @@ class _WholeTurns(_Turns):
         return (Op("accumulate", self.number, moving) for moving in self.view.learning(unit))
 
     def _op(self, kind: Kind, unit: int, micro: int, turn: str = "") -> Op:
+        # Unit 0 is the embedding.
         part = "block with output" if unit in self.recomputed else "block" if unit else "embed"
         return Op(kind, self.number, unit, micro, turn=turn, part=part)
 
@@ -322,17 +324,18 @@ class _ChunkedTurns(_Turns):
 
     def forward(self, chunk: int, micro: int) -> Iterator[UnitTurn]:
         """Turns of a forward."""
-        view = self.view
-        for unit, turn in forward_turns(
-            view.chunks[chunk], view.spec.layers, view.layout.every, self.learns
-        ):
+        layers = self.view.spec.layers
+        units = self.view.chunks[chunk]
+        for unit, turn in forward_turns(units, layers, self.view.layout.every, self.learns):
             yield UnitTurn(unit, (Op("compute", self.number, unit, micro, chunk, turn),))
 
     def backward(self, chunk: int, micro: int) -> Iterator[UnitTurn]:
         """Turns of a backward, with forwards again where these kept too little."""
-        view = self.view
-        for unit, turn in backward_turns(view.chunks[chunk], view.spec.layers, view.layout.every):
+        layers = self.view.spec.layers
+        units = self.view.chunks[chunk]
+        for unit, turn in backward_turns(units, layers, self.view.layout.every):
             ops = [Op("compute", self.number, unit, micro, turn=turn)]
+            # A forward that is played again leaves no gradients.
             if turn != "forward":
                 ops += self.reduce(unit, micro)
             yield UnitTurn(unit, tuple(ops))

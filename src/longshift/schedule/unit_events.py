@@ -19,14 +19,8 @@ from typing import Literal
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.schedule import chunks
-from longshift.schedule.chunks import (
-    Buffer,
-    Event,
-    Policy,
-    backward_events,
-    end_events,
-    forward_events,
-)
+from longshift.schedule.block_events import Policy, backward_events, end_events, forward_events
+from longshift.schedule.event import Buffer, Event
 from longshift.schedule.sequence import Run, TokenOrder
 from longshift.spec.model import ModelSpec
 

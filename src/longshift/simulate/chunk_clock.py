@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from longshift.cluster.cluster import Cluster
 from longshift.layout.layout import Layout
 from longshift.schedule import chunks
-from longshift.schedule.chunks import LANES, Event, dependencies
+from longshift.schedule.event import LANES, Event, dependencies
 from longshift.schedule.sequence import Run
 from longshift.schedule.unit_events import EventLists, Turn, event_lists
 from longshift.simulate.cost import Cost
@@ -125,7 +125,7 @@ class ChunkClock:
 
 
 def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[TimedWork]:
-    """The pieces of work of a list by number, on the lanes of `schedule.chunks.LANES`.
+    """The pieces of work of a list by number, on the lanes of `schedule.event.LANES`.
 
     Each lane does one thing at a time, in the list's order. An event without a lane takes no time:
     who waits for it waits for its own dependencies.

@@ -82,7 +82,8 @@ class OperationPlayer(ABC):
 
     def _receive(self, op: Op) -> None:
         buffer = self._runner_of(op).boundary(op.micro)
-        self._receiving[op.number] = self._group(op).receive(buffer, op.peer, op.number), buffer
+        pending = self._group(op).receive(buffer, op.peer, op.number)
+        self._receiving[op.number] = pending, buffer
 
     def _await_receive(self, op: Op) -> None:
         pending, buffer = self._receiving.pop(op.number)
@@ -90,9 +91,8 @@ class OperationPlayer(ABC):
         self._runner_of(op).received(op, buffer)
 
     def _send(self, op: Op) -> None:
-        self._sending[op.number] = self._group(op).send(
-            self._runner_of(op).to_send(op).contiguous(), op.peer, op.number
-        )
+        x = self._runner_of(op).to_send(op).contiguous()
+        self._sending[op.number] = self._group(op).send(x, op.peer, op.number)
 
     def _await_send(self, op: Op) -> None:
         self._sending.pop(op.number).wait()
@@ -104,6 +104,7 @@ class OperationPlayer(ABC):
         """The switch that an exchange begins: a `state.transfer.Transfer`."""
 
     def _exchange(self, op: Op) -> None:
+        # A switch begins with its first exchange; the others go on with the same transfer.
         if op.number == 0:
             self._transfers[op.visit, op.way] = self._transfer(op)
         self._transfers[op.visit, op.way].post(op.number)

@@ -29,7 +29,7 @@ from longshift.documents.batch import Batches
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.layout.layout import format_size
-from longshift.model.huggingface import AdapterFolder, WeightFolder
+from longshift.model.weight_folder import AdapterFolder, WeightFolder
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home, Source
 from longshift.state.initial_weights import fingerprint, random_source
