@@ -27,6 +27,8 @@ from torch import Tensor
 from longshift.dist.collectives import Group
 from longshift.documents.micro import ChunkedPack, HostPack
 from longshift.model.decoder import Head
+from longshift.model.functions import accum_dtype
+from longshift.model.kernels import empty_output
 from longshift.parallel import ring
 from longshift.program.operations import Op
 from longshift.schedule.event import MULTIPLYING_BACK, Buffer, Event
@@ -40,12 +42,13 @@ class ChunkedPacks(Runner):
     """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate`
     adds the gradients on a unit's weights to their sums."""
 
-    def __init__(self, *how: Any, tier: Tier, accumulate: Callable[[int], object]):
-        super().__init__(*how)
+    def __init__(self, *arguments: Any, tier: Tier, accumulate: Callable[[int], object]):
+        super().__init__(*arguments)
         self.tier: Tier = tier
         self.accumulate = accumulate
         self.loaded: dict[int, ChunkedPack] = {}
         self.recorder: Recorder | None = None
+
         # Steps repeat the cuts of their packs, so the lists of the last few are kept.
         compute_bytes = self.precision.compute.itemsize
         self._lists = lru_cache(maxsize=8)(
@@ -143,6 +146,8 @@ class ChunkPlayer:
         self.lists = runner.lists(self.pack, unit)
         self.orders = self.lists.orders
         self.window = runner.spec.window(unit)
+
+        # What is on the device while events are played.
         self.live: dict[Buffer, Any] = {}
         self.fetched: dict[Buffer, bool] = {}  # whether it has been waited for
 
@@ -159,6 +164,7 @@ class ChunkPlayer:
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
+            # Sums of gradients need memory before a matmul adds to them.
             if event.name in MULTIPLYING_BACK:
                 self.runner.copies.expect(self.unit)
             self.compute(event)
@@ -227,6 +233,7 @@ class ChunkPlayer:
             return (q, k, v) if is_exchanged_later else self.ops.to_heads(q, k, v)
 
         qkv = self._graph("graph", event, project, self._one("x", c))
+        # The exchange begins a graph of its own.
         if is_exchanged_later:
             self.live["qkv", c] = tuple(t.detach() for t in qkv)
         else:
@@ -262,11 +269,7 @@ class ChunkPlayer:
         kv = self._one("kv", j)
         is_first = c == j
         if is_first:
-            sum_dtype = torch.promote_types(q.dtype, torch.float32)
-            self.live["o", c] = (
-                torch.empty_like(q, dtype=sum_dtype),
-                q.new_empty(q.shape[:2], dtype=sum_dtype),
-            )
+            self.live["o", c] = empty_output(q, accum_dtype(q))
         out, lse = self.live["o", c]
         ring.forward_into(
             out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, is_first
@@ -326,8 +329,7 @@ class ChunkPlayer:
     def _sums(self, buffer: Buffer, like: Tensor) -> Tensor:
         """Sums of gradients that grow in place, zeros where there are none."""
         if buffer not in self.live:
-            sum_dtype = torch.promote_types(like.dtype, torch.float32)
-            self.live[buffer] = (torch.zeros_like(like, dtype=sum_dtype),)
+            self.live[buffer] = (torch.zeros_like(like, dtype=accum_dtype(like)),)
         return self._one(*buffer)
 
     def to_heads_back(self, event: Event) -> None:

@@ -120,8 +120,8 @@ class WholePacks(Runner):
     output and log-sum-exp; by micro-batch: the residual
     stream `x` and its gradient `g` where the pack has come to."""
 
-    def __init__(self, *how: Any, tier: Tier | None):
-        super().__init__(*how)
+    def __init__(self, *arguments: Any, tier: Tier | None):
+        super().__init__(*arguments)
         self.tier = tier
         self.loaded: dict[int, MicroBatch] = {}
         self.x: dict[int, Tensor] = {}
@@ -136,8 +136,9 @@ class WholePacks(Runner):
             "again": self._again,
             "backward": self._backward,
             "loss": self._loss,
+            "pass on": self._pass_on,
+            "score": self._score,
         }
-        self.turns |= {"pass on": self._pass_on, "score": self._score}
 
     def load(self, micro: int, pack: HostPack) -> None:
         (share,) = pack.shares
@@ -243,6 +244,8 @@ class WholePacks(Runner):
         grads = [self.g.pop(op.micro)]
         if edge is not None:
             torch.autograd.backward((edge,), (grads.pop(),))
+
+        # The embedding has no input that could have a gradient.
         if x is not None:
             assert x.grad is not None
             self.g[op.micro] = x.grad
