@@ -37,20 +37,24 @@ def plan_exchanges(
     opened ahead."""
     count = plan.exchanges
     first, last, max_bytes = _spans(spec, plan)
-    opens: list[list[int]] = [[] for _ in range(count)]
-    closes: list[list[int]] = [[] for _ in range(count)]
-    for unit in sorted(opened_units):
-        opens[first[unit]].append(unit)
-    for unit in sorted(closed_units):
-        closes[last[unit]].append(unit)
     ahead = next((number for number, opened in enumerate(max_bytes) if opened > ahead_bytes), count)
     return Exchanges(
         count=count,
-        opens=tuple(map(tuple, opens)),
-        closes=tuple(map(tuple, closes)),
+        opens=_by_exchange(opened_units, first, count),
+        closes=_by_exchange(closed_units, last, count),
         ahead=ahead,
         spans={unit: (first[unit], min(count, last[unit] + plan.rounds) - 1) for unit in first},
     )
+
+
+def _by_exchange(
+    units: Collection[int], number_of: Mapping[int, int], count: int
+) -> tuple[tuple[int, ...], ...]:
+    """The units of each exchange, by its number."""
+    by_exchange: list[list[int]] = [[] for _ in range(count)]
+    for unit in sorted(units):
+        by_exchange[number_of[unit]].append(unit)
+    return tuple(map(tuple, by_exchange))
 
 
 def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int], list[int]]:

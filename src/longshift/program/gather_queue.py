@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from longshift.program.byte_window import ByteWindow
 from longshift.program.disk_home import READ_AHEAD
 from longshift.program.operations import Op
 
 
+@dataclass
 class GatherQueue:
     """Gathers in the order of use. Mutable.
 
@@ -16,22 +18,14 @@ class GatherQueue:
     `stays`: how many further uses wait for copies that are there, or under way.
     """
 
-    def __init__(
-        self,
-        number: int,
-        units: Sequence[int],
-        present: set[int],
-        window: ByteWindow,
-        gather: Callable[[int, Sequence[int]], Iterator[Op]],
-    ):
-        self.number = number
-        self.units = units
-        self.present = present
-        self.window = window
-        self.gather = gather
-        self.stays = Counter[int]()
-        self.num_posted = 0
-        self.num_used = 0
+    number: int  # of the visit
+    units: Sequence[int]
+    present: set[int]
+    window: ByteWindow
+    gather: Callable[[int, Sequence[int]], Iterator[Op]]
+    stays: Counter[int] = field(default_factory=Counter)
+    num_posted: int = 0
+    num_used: int = 0
 
     def post(self) -> Iterator[Op]:
         """Post gathers of what comes next, as far as there is room."""

@@ -140,6 +140,7 @@ class _Step:
                 next_unit = next((u for u in self.pending_updates if u in self.disk.units), None)
                 yield from self.disk.await_writes("record")
                 yield from self.disk.have_record(unit, next_unit)
+
             yield Op("update", unit=unit)
             if self.inputs.packed != "float32":
                 yield Op("pack", unit=unit)
@@ -158,11 +159,12 @@ class _Step:
             # What went ahead left them, for they were still in use.
             for units in exchanges.closes[: self.ahead]:
                 yield from (Op("close", number - 1, unit) for unit in units)
-            yield from self._exchange(number, exchanges, "weights", self.ahead, exchanges.count)
-            yield from self._await_exchange(number, exchanges, "weights", exchanges.count - 1)
+            yield from self._exchange_rest(number, exchanges, "weights", self.ahead)
             yield Op("arrived", number)
         if self.cut is not None:
             yield Op("close", number - 1)
+
+        # No unit of the new cut is gathered yet.
         self.cut = cut
         self.present = set()
         self.ahead = 0
@@ -189,8 +191,17 @@ class _Step:
                 yield Op("open", number, unit)
             yield from self._from_home(number, exchanges, way, i, False)
             yield Op("exchange", number, number=i, way=way)
+
+            # What an exchange sends is kept until it ends, so its storage can be dropped now.
             for unit in exchanges.closes[i]:
                 yield Op("close", number - 1, unit)
+
+    def _exchange_rest(
+        self, number: int, exchanges: Exchanges, way: str, start: int
+    ) -> Iterator[Op]:
+        """Exchanges of a switch from `start` on, up to the end of the last."""
+        yield from self._exchange(number, exchanges, way, start, exchanges.count)
+        yield from self._await_exchange(number, exchanges, way, exchanges.count - 1)
 
     def _await_exchange(self, number: int, exchanges: Exchanges, way: str, i: int) -> Iterator[Op]:
         """The end of exchange i, and what of a home on disk goes with it."""
@@ -246,8 +257,7 @@ class _Step:
                 in_memory = [unit for unit in self.inputs.trained if unit not in self.disk.units]
                 yield from (Op("total", number, unit) for unit in in_memory)
             exchanges = self.inputs.exchanges(self.inputs.itinerary.sums(view.cut))
-            yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
-            yield from self._await_exchange(number, exchanges, "sums", exchanges.count - 1)
+            yield from self._exchange_rest(number, exchanges, "sums", 0)
             yield Op("forget", number)
         if not later_views:
             yield Op("close", number)
@@ -325,11 +335,12 @@ class _Step:
         to come, as far as there is room."""
         kept = self.inputs.kept
         for unit in (turn.unit for turn in turns if turn.unit in self.early):
-            held = {asked for asked, part in self.disk.asked if part == "state"}
+            in_memory = {other for other, part in self.disk.asked if part == "state"}
             # There is room for those of two units that are updated one after the other, and for a
             # quarter more: for a small one, such as a last norm.
-            has_room = 4 * sum(kept[u] for u in {unit, *held}) <= 5 * self.inputs.early_pair
-            if unit not in held:
+            size = sum(kept[u] for u in {unit, *in_memory})
+            has_room = 4 * size <= 5 * self.inputs.early_pair
+            if unit not in in_memory:
                 if (unit, "record") in self.disk.asked or not has_room:
                     return
                 yield from self.disk.ask(unit, "state", number)
@@ -343,6 +354,8 @@ class _Step:
         if not self.views[number].cut.at_home:
             yield Op("gather", number, unit)
             return
+
+        # 1. Read the unit, and ahead of it.
         num_records = 0
         for ahead in (unit, *next_units[: READ_AHEAD if self.pending_updates else 1]):
             is_pending = ahead in self.pending_updates
@@ -353,6 +366,8 @@ class _Step:
                 yield from self.disk.ask(ahead, "record")
             elif ahead in self.disk.units:
                 yield from self.disk.ask(ahead, "master", number)
+
+        # 2. Gather it, up to date.
         yield from self._update(unit)
         on_disk = unit in self.disk.units
         if on_disk:

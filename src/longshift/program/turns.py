@@ -14,6 +14,7 @@ with several packs, a home on disk.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from longshift.layout.layout import Layout
@@ -41,8 +42,10 @@ class Visit:
 def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) -> Visit:
     """A group whose micro-batches have documents of these lengths. An empty pack is one token
     without a target."""
+    # Events of a chunked layout cut the loss of each chunk.
     if layout.chunk:
         return Visit(layout, len(packs))
+
     # Packs of equal lengths are laid out once.
     blocks_by_pack = {}
     for pack in set(map(tuple, packs)):
@@ -68,7 +71,9 @@ class RankLayout:
         self.learned = self.units & {
             moving_unit(spec, param) for param in spec.params if not param.frozen
         }
+        # The tied embedding moves as a unit of its own, after all others.
         self.tied = (spec.units,) if spec.units in self.units else ()
+
         # Weights come and sums go by collectives among holders.
         self.collective = cut.at_home or cut.side == "rows"
 
@@ -200,15 +205,15 @@ class _StageMessages:
         return [message]
 
 
+@dataclass(frozen=True, eq=False)
 class _Turns:
     """Turns of packs, whole or chunked: what they have in common is where gradients go."""
 
-    def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool):
-        self.view = view
-        self.visit = visit
-        self.number = number
-        self.closing = closing
-        self.learns = learns
+    view: RankLayout
+    visit: Visit
+    number: int
+    closing: bool
+    learns: bool
 
     def reduce(self, unit: int, micro: int) -> Iterator[Op]:
         """The operation that brings sums home after a backward of a unit on this micro-batch, where
@@ -228,17 +233,19 @@ class _Turns:
 class _WholeTurns(_Turns):
     """Turns of packs that are computed whole."""
 
-    def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool):
-        super().__init__(view, visit, number, closing, learns)
-        self.moves = view.layout.offload != "device"
-        # Blocks whose forward keeps no graph for the backward (arXiv 1604.06174): all but the last
-        # ones of each model chunk, whose backward comes first. What recompute selective
+    @cached_property
+    def recomputed(self) -> set[int]:
+        """Blocks whose forward keeps no graph for the backward (arXiv 1604.06174)."""
+        # The backward of the last blocks comes first, so these are kept. What recompute selective
         # (2205.05198) computes again, it does inside the backward: see `model.attention`.
-        self.recomputed: set[int] = set()
-        if view.layout.recompute == "full" and learns:
+        view = self.view
+        recomputed = set[int]()
+        if view.layout.recompute == "full" and self.learns:
             for chunk in view.chunks:
                 blocks = [unit for unit in chunk if 1 <= unit <= view.spec.layers]
-                self.recomputed.update(blocks[: max(0, len(blocks) - view.layout.kept_blocks)])
+                num_recomputed = max(0, len(blocks) - view.layout.kept_blocks)
+                recomputed.update(blocks[:num_recomputed])
+        return recomputed
 
     def forward(self, chunk: int, *micros: int) -> Iterator[UnitTurn]:
         """Turns of forwards of micro-batches. That of the head is part of its loss, which is here
@@ -256,9 +263,12 @@ class _WholeTurns(_Turns):
         micro-batch, ahead."""
         # One fetch goes ahead, so that it crosses the link while another unit is computed.
         units = self.view.chunks[chunk][::-1]
+
         fetches = deque(self._moves("fetch", unit, micro) for unit in units for micro in micros)
         fetches.append([])
         ops = fetches.popleft()
+
+        # Operations of all micro-batches of a unit are one turn.
         for unit in units:
             make_ops = self._loss if unit > self.view.spec.layers else self._backward
             for micro in micros:
@@ -298,7 +308,8 @@ class _WholeTurns(_Turns):
     def _moves(self, kind: Kind, unit: int, micro: int) -> list[Op]:
         """The operation that moves what waits for a backward to its tier or from there, if it waits
         in one."""
-        return [self._op(kind, unit, micro)] if self.moves and unit in self.recomputed else []
+        is_near = self.view.layout.offload == "device"
+        return [] if is_near or unit not in self.recomputed else [self._op(kind, unit, micro)]
 
     def _forward(self, unit: int, micro: int) -> Iterator[Op]:
         """The forward of a unit on a micro-batch; what waits for a backward goes to its tier."""

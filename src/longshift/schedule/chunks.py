@@ -44,6 +44,7 @@ def cut_chunks(lengths: Sequence[int], chunk_tokens: int) -> tuple[tuple[Run, ..
             chunks[-1].append(Run(document, start, tokens))
             start += tokens
             room -= tokens
+
     return tuple(map(tuple, chunks))
 
 

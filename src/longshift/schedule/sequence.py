@@ -76,8 +76,10 @@ class TokenOrder:
         """int64 [local_tokens]: the global index of each local token, PADDING (-1) where there is
         none."""
         document_starts = (0, *accumulate(self.lengths))
+
         parts = []
         for run in self.runs[rank]:
+            # Padding is no token of the pack, and its runs have no place in it.
             if run.document == PADDING:
                 parts.append(np.full(run.length, PADDING, np.int64))
             else:
@@ -271,6 +273,8 @@ def _piece_sizes(length: int, ranks: int, first_coord: int) -> list[int]:
     """
     size, remainder = divmod(length, 2 * ranks)
     sizes = [size] * (2 * ranks)
+
+    # Fewer than 2R tokens are left over, so a coordinate gets two at most.
     for number in range(remainder):
         coord = (first_coord + number) % ranks
         is_low = number < ranks
@@ -283,10 +287,12 @@ def _zigzag(document: int, bounds: Sequence[int], coord: int) -> list[Run]:
     """The pieces `coord` and its mirror image as runs. `bounds`: the 2R+1 piece boundaries."""
     low = coord
     high = len(bounds) - 2 - coord
-    spans = [(bounds[low], bounds[low + 1]), (bounds[high], bounds[high + 1])]
+    low_start, low_stop = bounds[low : low + 2]
+    high_start, high_stop = bounds[high : high + 2]
+    spans = [(low_start, low_stop), (high_start, high_stop)]
     # Pieces that touch are one run, so that runs are maximal.
-    if bounds[low + 1] == bounds[high]:
-        spans = [(bounds[low], bounds[high + 1])]
+    if low_stop == high_start:
+        spans = [(low_start, high_stop)]
     return [Run(document, start, stop - start) for start, stop in spans if stop > start]
 
 
