@@ -27,6 +27,7 @@ from longshift.model.functions import (
     RmsNorm,
     Rotate,
     SoftCap,
+    accum_dtype,
     activate,
     alone,
     sliced_norm,
@@ -200,7 +201,7 @@ class Unit(nn.Module):
         weight = getattr(self, role)
         if not self.spec.norm_less_one:
             return weight
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
+        return weight.to(accum_dtype(weight)) + 1.0
 
 
 class Embed(Unit):
@@ -241,7 +242,9 @@ class Block(Unit):
     def qkv(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, N, H], keys and values [T, K, H] of a run of tokens,
         rotated to their positions."""
+        # Without a name for the normalized tokens, which nothing needs after the projections.
         q, k, v = self.project_qkv(ops.enter(self.pre_norm(x_TD, "norm1")), ops)
+
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
             k = self.norm_of(k, "k_norm")

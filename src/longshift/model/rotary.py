@@ -31,14 +31,19 @@ def rotary_table(
 
 def _llama3_frequencies(rope: Rope, frequency: Tensor) -> Tensor:
     """Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear blend between."""
+    positions = rope.original_positions
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
     wavelength = 2 * math.pi / frequency
-    smooth = (rope.original_positions / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+
+    # Turns over the original positions say how much of a channel is kept.
+    smooth = (positions / wavelength - low) / (high - low)
     blend = (1 - smooth) * frequency / rope.factor + smooth * frequency
-    is_low = wavelength > rope.original_positions / rope.low_freq_factor
-    is_high = wavelength < rope.original_positions / rope.high_freq_factor
-    return torch.where(is_low, frequency / rope.factor, torch.where(is_high, frequency, blend))
+
+    is_low = wavelength > positions / low
+    is_high = wavelength < positions / high
+    kept_or_blend = torch.where(is_high, frequency, blend)
+    return torch.where(is_low, frequency / rope.factor, kept_or_blend)
 
 
 def _yarn_frequencies(rope: Rope, frequency: Tensor, width: int) -> Tensor:

@@ -85,6 +85,7 @@ class _TensorFolder:
 
     def check(self, title: str) -> None:
         """Raise CheckpointError with all faults under a `title`, if there are any."""
+        # Buffers of older checkpoints are not read: the model computes them.
         unexpected = [
             f"unexpected  {name} in {path.name}"
             for name, path in self.others.items()
@@ -123,6 +124,7 @@ class WeightFolder(_TensorFolder):
             return p.name, p.name.removeprefix("model.").removeprefix("transformer.")
 
         super().__init__(_weight_files(folder), spec.params, names, "config.json says")
+        # A tied head is none of the table's weights.
         tied_head = self.others.pop("lm_head.weight", None) if spec.tied else None
         self.check(f"{folder} does not hold the weights of its config.json")
         if tied_head:
@@ -220,9 +222,8 @@ def _weight_files(folder: Path) -> list[Path]:
                 f" {', '.join(missing[:20])}"
             )
         return [_inside(folder, file) for file in files]
-    if pickles := sorted(path.name for path in folder.glob("*.bin")) + sorted(
-        path.name for path in folder.glob("*.pt*")
-    ):
+    pickles = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
+    if pickles:
         raise CheckpointError(
             f"{folder} holds its weights as pickles ({', '.join(pickles[:3])}), which can run any"
             " code and are never opened here; convert them once, if you trust them:\n  python -c"
