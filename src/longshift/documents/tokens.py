@@ -175,7 +175,8 @@ class TokenCache:
         if file.format not in _UNITS:
             return file.path
         unit, first = _UNITS[file.format]
-        return f"{file.path}, {unit} {document - (ends[number] - file.documents) + first}"
+        first_document = ends[number] - file.documents
+        return f"{file.path}, {unit} {document - first_document + first}"
 
 
 def build(
@@ -262,6 +263,7 @@ def _write(
 
     # 3. The manifest comes last: it has the hashes of the other files.
     np.array([0, *accumulate(counts.lengths)], "<i8").tofile(folder / "offsets.bin")
+    names = [*FILES, MASK] if counts.masked else FILES
     body = {
         "format": _FORMAT,
         "dtype": dtype.str,
@@ -274,8 +276,14 @@ def _write(
             for source, source_notes in zip(sources, notes)
             for sentence in source_notes.sentences()
         ],
+        "sha256": {name: _sha256(folder / name) for name in names},
+        "files": [
+            {**asdict(file), "source": source, "documents": counts.documents[file_index]}
+            for file_index, (source, file) in enumerate(inputs)
+        ],
     }
-    _write_manifest(folder, body, inputs, counts)
+    text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
+    (folder / "manifest.json").write_text(text + "\n")
 
 
 def _write_documents(
@@ -288,6 +296,7 @@ def _write_documents(
     """Write the tokens of documents, and a mask where a file may have one. Raises DataError for a
     text without tokens."""
     counts = TokenCounts()
+    # A tokenizer adds its special tokens to an empty text, too.
     empty_tokens = len(tokenizer.encode([""])[0])
     may_have_mask = any(file.learn for _, file in inputs)
     with open(folder / "tokens.bin", "wb") as token_file, open(folder / MASK, "wb") as mask_file:
@@ -299,6 +308,8 @@ def _write_documents(
                     reason = f"the tokenizer finds no token in {_size(document)} characters of text"
                     raise DataError(f"{document.where}: {reason}")
                 token_file.write(np.array(ids, dtype).tobytes())
+
+                # A file of masks has one for every document, so others get ones.
                 if mask is None:
                     mask = np.ones(len(ids), bool)
                 else:
@@ -307,20 +318,6 @@ def _write_documents(
                     mask_file.write(mask.astype("u1").tobytes())
                 counts.add(file_index, source, mask)
     return counts
-
-
-def _write_manifest(
-    folder: Path, body: dict[str, Any], inputs: Sequence[tuple[int, File]], counts: TokenCounts
-) -> None:
-    """Write what the tokens were made from, with the hashes of the files that hold them."""
-    names = [*FILES, MASK] if counts.masked else FILES
-    body["sha256"] = {name: _sha256(folder / name) for name in names}
-    body["files"] = [
-        {**asdict(file), "source": source, "documents": counts.documents[file_index]}
-        for file_index, (source, file) in enumerate(inputs)
-    ]
-    text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
-    (folder / "manifest.json").write_text(text + "\n")
 
 
 def _size(document: Text | TokenIds) -> int:
