@@ -27,6 +27,8 @@ kv_j of its first document; o_c -> y_c.
     keep="input"    x alone stays; backward begins with the forward of attention
     kv="device"     what all pairs need stays on the device while the block runs: of `stream` kv and
                     dkv, of `fpdt` q, do, o, dq
+
+A pair is explained at [Note: pairs] in `schedule.chunks`.
 """
 
 from collections.abc import Sequence
