@@ -346,11 +346,10 @@ class _Step:
                 yield from self.disk.ask(unit, "state", number)
 
     def _gather(self, number: int, unit: int, next_units: Sequence[int] = ()) -> Iterator[Op]:
-        """A gather, with the master from disk where home is there. `next_units`: that are gathered
-        next. Their masters are asked for,
-        too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the
-        second of these. A record moves seven times the bytes of a master, in and out, and masters
-        must not wait behind it; nor must the disk, while its update waits for the turn before."""
+        """A gather, with the master from disk where home is there. `next_units`: those gathered
+        next. Their masters are read, too: of one unit, or of READ_AHEAD while late updates are to
+        come, as far as the second of these. A record moves seven times the bytes of a master, and
+        masters must not wait for it; nor the disk, while its update waits for the turn before."""
         if not self.views[number].cut.at_home:
             yield Op("gather", number, unit)
             return
