@@ -13,7 +13,7 @@ from longshift.cluster.cluster import Backend, Heads
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.model.chosen_kernel import gradients, probe
 from longshift.model.kernels import CUDNN, FLASH, TILED, Kernel
-from longshift.profile.bench import Bench, Plan, Run
+from longshift.profile.bench import Bench, CurveSpec, Run
 from longshift.profile.time_compute import DTYPES, noise
 from longshift.weigh.recorder import AttentionCall
 
@@ -51,7 +51,7 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
     """Every kernel's verdict, and the curves `attention KERNEL DTYPE DIRECTION causal|full HEADS`
     of those that run."""
     verdicts = []
-    plans = {}
+    specs = {}
     kind = bench.device.type, bench.quick
     shown = HEADS["cpu"][:1] if kind == ("cpu", True) else HEADS[bench.device.type]
     for name, dtype in dtypes(bench.device).items():
@@ -65,10 +65,10 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
             if verdict.why_not:
                 continue
             for heads, direction, causal in product(shown, ("forward", "backward"), (True, False)):
-                plan = _plan(kernel, heads, inputs[heads], kind, direction == "backward", causal)
+                spec = _spec(kernel, heads, inputs[heads], kind, direction == "backward", causal)
                 shape = "causal" if causal else "full"
-                plans[f"attention {kernel.name} {name} {direction} {shape} {heads}"] = plan
-    return tuple(verdicts), bench.curves(plans, budget_s)
+                specs[f"attention {kernel.name} {name} {direction} {shape} {heads}"] = spec
+    return tuple(verdicts), bench.curves(specs, budget_s)
 
 
 def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -79,14 +79,14 @@ def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device)
     ]
 
 
-def _plan(
+def _spec(
     kernel: Kernel,
     heads: Heads,
     inputs: list[Tensor],
     kind: tuple[str, bool],
     is_backward: bool,
     causal: bool,
-) -> Plan:
+) -> CurveSpec:
     """Attention of the first queries to the first keys."""
     square, pairs = TOKENS[kind]
     lengths = []
@@ -103,7 +103,7 @@ def _plan(
         return partial(kernel.forward, q, k, v, causal, heads.width**-0.5)
 
     if causal:
-        return Plan((SampledSizes("tokens", tuple(lengths), 2.0),), prepare)
-    return Plan(
+        return CurveSpec((SampledSizes("tokens", tuple(lengths), 2.0),), prepare)
+    return CurveSpec(
         (SampledSizes("queries", tuple(lengths)), SampledSizes("keys", tuple(lengths))), prepare
     )

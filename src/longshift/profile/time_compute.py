@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longshift.cluster.curves import Curve, SampledSizes
-from longshift.profile.bench import Bench, Plan, Run
+from longshift.profile.bench import Bench, CurveSpec, Run
 from longshift.spec.formats import FORMATS
 
 DTYPES: dict[str, torch.dtype] = {
@@ -34,7 +34,7 @@ def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
     rows, widths = SHAPES[bench.device.type, bench.quick]
     axes = (SampledSizes("m", rows), SampledSizes("k", widths), SampledSizes("n", widths))
 
-    def plan(dtype: torch.dtype) -> Plan:
+    def spec(dtype: torch.dtype) -> CurveSpec:
         x, w, out = (noise(max(rows + widths) * max(widths), dtype, bench.device) for _ in range(3))
 
         def prepare(m: int, k: int, n: int) -> Run:
@@ -43,16 +43,16 @@ def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
             out_mn = out[: m * n].view(m, n)
             return lambda: torch.mm(x_mk, w_kn, out=out_mn)
 
-        return Plan(axes, prepare)
+        return CurveSpec(axes, prepare)
 
-    return bench.curves({f"matmul {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s)
+    return bench.curves({f"matmul {name}": spec(dtype) for name, dtype in DTYPES.items()}, budget_s)
 
 
 def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
     """c = a + b: two thirds of the bytes are read, a third written."""
     sizes = STREAMED[bench.device.type, bench.quick]
 
-    def plan(dtype: torch.dtype) -> Plan:
+    def spec(dtype: torch.dtype) -> CurveSpec:
         a, b, c = (
             noise(math.ceil(max(sizes) / 3 / dtype.itemsize), dtype, bench.device) for _ in range(3)
         )
@@ -61,10 +61,10 @@ def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
             count = max(1, moved_bytes // 3 // dtype.itemsize)
             return lambda: torch.add(a[:count], b[:count], out=c[:count])
 
-        return Plan((SampledSizes("bytes", sizes),), prepare)
+        return CurveSpec((SampledSizes("bytes", sizes),), prepare)
 
     return bench.curves(
-        {f"elementwise {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s
+        {f"elementwise {name}": spec(dtype) for name, dtype in DTYPES.items()}, budget_s
     )
 
 
@@ -80,7 +80,8 @@ def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
         return run
 
-    return bench.curves({"launch": Plan((SampledSizes("operations", (256,)),), prepare)}, budget_s)
+    spec = CurveSpec((SampledSizes("operations", (256,)),), prepare)
+    return bench.curves({"launch": spec}, budget_s)
 
 
 def granted_cores() -> float:

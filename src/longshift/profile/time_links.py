@@ -24,7 +24,7 @@ from longshift.cluster.cluster import OPERATIONS, Link, Operation
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.dist.collectives import Group
 from longshift.dist.world import World
-from longshift.profile.bench import FEWEST, SHORT_S, Bench, Plan, Run, curve_of
+from longshift.profile.bench import FEWEST, SHORT_S, Bench, CurveSpec, Run, curve_of
 
 SMALLEST_BYTES = 2**12
 LARGEST_BYTES = 2**26
@@ -48,7 +48,7 @@ def collectives(
     levels = _groups(world, per_node)
 
     # 1. Every operation at every level.
-    plans = {}
+    specs = {}
     sizes: dict[str, tuple[int, ...]] = {}
     for level, groups in levels.items():
         sizes[level] = _sizes(bench, groups[max(groups)])
@@ -59,8 +59,8 @@ def collectives(
             if operation == "send" and " by " in level:
                 continue  # of two ranks, whatever the group
             prepare = _preparation(operation, groups, world.device)
-            plans[f"{operation} {level}"] = Plan(axes, prepare)
-    curves = bench.curves(plans, budget_s)
+            specs[f"{operation} {level}"] = CurveSpec(axes, prepare)
+    curves = bench.curves(specs, budget_s)
 
     # 2. What traffic takes of a CPU's ranks that compute.
     if world.device.type == "cpu":
