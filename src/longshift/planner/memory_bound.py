@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longshift.planner.candidates import ORDERS, Candidates
-from longshift.simulate.cost import RECOMPUTE, Mesh
+from longshift.simulate.cost import RECOMPUTE
+from longshift.simulate.mesh import Mesh
 from longshift.simulate.turn_calls import TurnKind, turn_calls
 from longshift.spec.formats import Format, adds_inside
 from longshift.spec.model import ModelSpec

@@ -199,7 +199,7 @@ class PlanEvaluator:
         """A step on the clock."""
         if edges not in self.clocks:
             shape = self.shape(edges)
-            self.clocks[edges] = Clock(shape, self.task.cluster, self.cost, self.task.precision)
+            self.clocks[edges] = Clock(shape, self.task.cluster, self.cost)
         clock = self.clocks[edges]
         steps = self.steps.setdefault(edges, {})
         if number not in steps:

@@ -29,8 +29,9 @@ from longshift.planner.candidates import (
     mesh_choices,
     mesh_names,
 )
-from longshift.planner.group_seconds import GroupLoad, GroupSeconds, group_seconds, switch_seconds
+from longshift.planner.group_seconds import GroupLoad, GroupSeconds, group_seconds
 from longshift.planner.memory_bound import Training, min_device_bytes
+from longshift.planner.switch_seconds import switch_seconds
 from longshift.planner.task import Edges, PlanTask
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates

@@ -55,7 +55,7 @@ class TimedWork(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Work:
+class _PendingWork:
     """A piece under way, or not yet. Mutable.
 
     `remaining_s`: seconds at full rate, as of `since`, the most of all parties'.
@@ -113,7 +113,7 @@ class _Lanes:
         ]
         self.next = [0] * len(lists)
         self.now = 0.0
-        self.works: list[_Work | None] = [None] * len(numbers)
+        self.works: list[_PendingWork | None] = [None] * len(numbers)
         self.ended = bytearray(len(numbers))
         self.waiting: dict[int, list[int]] = {}  # ranks, by the piece that they wait for
         self.resources: dict[tuple[int, tuple[str, ...]], list[int]] = {}  # of a rank, by names
@@ -184,7 +184,7 @@ class _Lanes:
     def _begin(self, rank: int, number: int, action: Begin) -> None:
         work = self.works[number]
         if work is None:
-            work = self.works[number] = _Work(action, action.parties or (rank,))
+            work = self.works[number] = _PendingWork(action, action.parties or (rank,))
             self.under_way += 1
         lane = self.lanes.setdefault((rank, action.lane), len(self.queues))
         if lane == len(self.queues):
@@ -208,7 +208,7 @@ class _Lanes:
             self.crowding += [0] * num_new
         return self.resources[key]
 
-    def _start(self, number: int, work: _Work) -> None:
+    def _start(self, number: int, work: _PendingWork) -> None:
         """Start a piece that all parties have begun, where it is first in all lanes."""
         if work.start >= 0 or len(work.queues) < len(work.parties):
             return
@@ -223,7 +223,7 @@ class _Lanes:
             self.crowding[place] += 1
         self._share((*work.places, *work.crowds), number)
 
-    def _finish(self, number: int, work: _Work) -> None:
+    def _finish(self, number: int, work: _PendingWork) -> None:
         """End a piece, and go on with all that waits for it."""
         self.ended[number] = True
         self.works[number] = None
