@@ -402,6 +402,7 @@ def _end_seconds(
     """Seconds of the head with the loss, and of the embeddings, on one pack."""
     trained = cost.sizes.head_elements * cost.sizes.head_trained
     rows = tokens / candidates.sequence
+    # Each block of the loss adds its gradients of the head to their sum.
     loss_blocks = np.ceil(rows / rows_at_once(rows, cost.spec.width, cost.spec.vocab))
     head = cost.turn("head", "loss", "", mesh, tokens, pairs)
     head = head + cost.accumulated(mesh, trained).times(loss_blocks)

@@ -58,6 +58,7 @@ class Bench:
 
     def curves(self, specs: Mapping[str, CurveSpec], budget_s: float) -> dict[str, Curve]:
         """Measure a family in about `budget_s`, preparation aside."""
+        # All points are one list, so that rounds visit those of all curves in turn.
         runs = []
         for spec in specs.values():
             for sizes in crossings(spec.axes):
@@ -66,7 +67,9 @@ class Bench:
 
         curves = {}
         for name, spec in specs.items():
-            curves[name] = curve_of(spec.axes, [next(samples) for _ in crossings(spec.axes)])
+            spec_samples = [next(samples) for _ in crossings(spec.axes)]
+            curves[name] = curve_of(spec.axes, spec_samples)
+
         return curves
 
     def seconds(self, runs: Sequence[Run], budget_s: float) -> list[list[float]]:
@@ -90,7 +93,7 @@ class Bench:
         most_s = max(least_s, LATEST_S / len(runs))
 
         # 3. Rounds, as many as the budget has time for.
-        samples: list[list[float]] = []
+        samples = []
         begin_s = time.perf_counter()
         while len(samples) < MOST:
             round_s = [self.time(run, count, most_s) for run, count in zip(runs, repeats)]

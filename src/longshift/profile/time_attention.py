@@ -53,12 +53,11 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
     verdicts = []
     specs = {}
     kind = bench.device.type, bench.quick
+    longest = max(map(max, TOKENS[kind]))
     shown = HEADS["cpu"][:1] if kind == ("cpu", True) else HEADS[bench.device.type]
     for name, dtype in dtypes(bench.device).items():
-        inputs = {
-            heads: _inputs(heads, max(map(max, TOKENS[kind])), dtype, bench.device)
-            for heads in shown
-        }
+        # One set of inputs for all kernels, which take its beginning.
+        inputs = {heads: _inputs(heads, longest, dtype, bench.device) for heads in shown}
         for kernel in tried(bench.device, dtype):
             verdict = probe(kernel, dtype, name, bench.device)
             verdicts.append(verdict)
@@ -88,9 +87,10 @@ def _spec(
     causal: bool,
 ) -> CurveSpec:
     """Attention of the first queries to the first keys."""
-    square, pairs = TOKENS[kind]
+    # Lengths of which the backward, which takes longer, is not too large.
+    causal_lengths, full_lengths = TOKENS[kind]
     lengths = []
-    for length in square if causal else pairs:
+    for length in causal_lengths if causal else full_lengths:
         pairs = length**2 * (0.5 if causal else 1.0)
         if AttentionCall(True, length, length, pairs, heads).flops <= MOST_FLOPS[kind]:
             lengths.append(length)

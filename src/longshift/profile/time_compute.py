@@ -32,12 +32,18 @@ STREAMED = {  # bytes read and written
 
 def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
     rows, widths = SHAPES[bench.device.type, bench.quick]
-    axes = (SampledSizes("m", rows), SampledSizes("k", widths), SampledSizes("n", widths))
+    axes = (
+        SampledSizes("m", rows),
+        SampledSizes("k", widths),
+        SampledSizes("n", widths),
+    )
 
     def spec(dtype: torch.dtype) -> CurveSpec:
-        x, w, out = (noise(max(rows + widths) * max(widths), dtype, bench.device) for _ in range(3))
+        count = max(rows + widths) * max(widths)
+        x, w, out = (noise(count, dtype, bench.device) for _ in range(3))
 
         def prepare(m: int, k: int, n: int) -> Run:
+            # Weights are [n, k], as linear layers keep them.
             x_mk = x[: m * k].view(m, k)
             w_kn = w[: n * k].view(n, k).t()
             out_mn = out[: m * n].view(m, n)
@@ -45,7 +51,8 @@ def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
         return CurveSpec(axes, prepare)
 
-    return bench.curves({f"matmul {name}": spec(dtype) for name, dtype in DTYPES.items()}, budget_s)
+    specs = {f"matmul {name}": spec(dtype) for name, dtype in DTYPES.items()}
+    return bench.curves(specs, budget_s)
 
 
 def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
@@ -53,9 +60,8 @@ def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
     sizes = STREAMED[bench.device.type, bench.quick]
 
     def spec(dtype: torch.dtype) -> CurveSpec:
-        a, b, c = (
-            noise(math.ceil(max(sizes) / 3 / dtype.itemsize), dtype, bench.device) for _ in range(3)
-        )
+        largest = math.ceil(max(sizes) / 3 / dtype.itemsize)
+        a, b, c = (noise(largest, dtype, bench.device) for _ in range(3))
 
         def prepare(moved_bytes: int) -> Run:
             count = max(1, moved_bytes // 3 // dtype.itemsize)
@@ -63,9 +69,8 @@ def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
         return CurveSpec((SampledSizes("bytes", sizes),), prepare)
 
-    return bench.curves(
-        {f"elementwise {name}": spec(dtype) for name, dtype in DTYPES.items()}, budget_s
-    )
+    specs = {f"elementwise {name}": spec(dtype) for name, dtype in DTYPES.items()}
+    return bench.curves(specs, budget_s)
 
 
 def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
@@ -86,14 +91,18 @@ def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
 def granted_cores() -> float:
     """Processor time that this process gets in a second of matmuls on all its threads."""
-    x = noise(512 * 512, torch.float32, torch.device("cpu")).view(512, 512)
+    size = 512
+    x = noise(size * size, torch.float32, torch.device("cpu")).view(size, size)
     out = torch.empty_like(x)
-    torch.mm(x, x, out=out)
+    torch.mm(x, x, out=out)  # starts the threads
+
     begin_s = time.perf_counter()
     begin_process_s = time.process_time()
     while time.perf_counter() - begin_s < SPIN_S:
         torch.mm(x, x, out=out)
-    return (time.process_time() - begin_process_s) / (time.perf_counter() - begin_s)
+
+    process_s = time.process_time() - begin_process_s
+    return process_s / (time.perf_counter() - begin_s)
 
 
 def noise(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -108,13 +108,16 @@ def disk(bench: Bench, folder: Path, budget_s: float) -> dict[str, Curve]:
     with TemporaryFile(dir=folder, buffering=0) as file:
         for _ in range(0, FILE_BYTES, 2**20):
             file.write(os.urandom(2**20))
+        # Pages that are not written out cannot be dropped before a read.
         os.fsync(file)
+
         axes = (SampledSizes("bytes", BLOCKS[bench.quick]),)
         number = file.fileno()
         specs = {
             "disk read plain depth1": CurveSpec(axes, lambda size: lambda: _read(number, size)),
             "disk write plain depth1": CurveSpec(axes, lambda size: lambda: _write(number, size)),
         }
+
         return bench.curves(specs, budget_s)
 
 
@@ -134,10 +137,13 @@ def _write(file: int, size: int) -> float:
 def _block_seconds(size: int, move: Callable[[int], int], end: Run) -> float:
     """Seconds a block: as many as fill the file, at most MOST_BLOCKS."""
     count = max(1, min(MOST_BLOCKS, FILE_BYTES // size))
+
     begin_s = time.perf_counter()
     for block in range(count):
         moved = move(block * size % FILE_BYTES)
+        # A system call may move less than it was asked for, which is no time of a block.
         if moved != size:
             raise OSError(f"moved {moved} of {size} bytes")
+
     end()
     return (time.perf_counter() - begin_s) / count

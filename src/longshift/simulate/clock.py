@@ -72,12 +72,13 @@ class StepTime:
         what was not played as what was."""
         total = 0.0
         for pieces, share in zip(self.played, self.shares):
-            by_stage = dict.fromkeys(
-                range(1 + max((piece.rank for piece in pieces), default=0)), 0.0
-            )
+            # One rank of each stage was played: a rank's number here is its stage.
+            by_stage = {}
             for piece in pieces:
                 if piece.lane == lane:
-                    by_stage[piece.rank] += piece.end - piece.start
+                    busy_s = by_stage.get(piece.rank, 0.0)
+                    by_stage[piece.rank] = busy_s + (piece.end - piece.start)
+
             total += max(by_stage.values(), default=0.0) / share
         return total
 
@@ -101,13 +102,9 @@ class _Sample:
         """Whether some micro-batches are left out."""
         return self.large != self.small
 
-    @property
-    def large_packs(self) -> Packs:
-        return tuple(self.packs[number] for number in self.large)
-
-    @property
-    def small_packs(self) -> Packs:
-        return tuple(self.packs[number] for number in self.small)
+    def select(self, numbers: Sequence[int]) -> Packs:
+        """The packs of one of the samples."""
+        return tuple(self.packs[number] for number in numbers)
 
     @property
     def skipped_cost(self) -> float:
@@ -139,7 +136,7 @@ class Clock:
         # 1. Choose a sample of each group's micro-batches, and play it.
         samples = [self._sample(group) for group in groups]
         layouts = [sample.layout for sample in samples]
-        timelines = self._play(layouts, [sample.large_packs for sample in samples])
+        timelines = self._play(layouts, [sample.select(sample.large) for sample in samples])
 
         # 2. Learn at which pace a layout computes further micro-batches.
         if any(sample.is_partial and sample.layout not in self.paces for sample in samples):
@@ -148,17 +145,21 @@ class Clock:
         # 3. Extrapolate each group to all its micro-batches. The next group begins when all ranks
         #    have ended this one.
         start_s = float(self.constants.begin_s)
-        starts: list[float] = []
+        starts = []
+        shares = []
         for sample, timeline in zip(samples, timelines):
             skipped_s = self.paces.get(sample.layout, 0.0) * sample.skipped_cost
             wait_factor = 1 + float(self.constants.jitter) * math.log2(sample.layout.world)
             starts.append(start_s)
+            shares.append(1 - sample.skipped_cost / float(sample.costs.sum()))
+
             start_s += (_end_s(timeline) + skipped_s) * wait_factor
+
         return StepTime(
             seconds=float(start_s),
             starts=tuple(starts),
             played=tuple(tuple(timeline) for timeline in timelines),
-            shares=tuple(1 - sample.skipped_cost / float(sample.costs.sum()) for sample in samples),
+            shares=tuple(shares),
         )
 
     def _sample(self, group: GroupPacks) -> _Sample:
@@ -179,8 +180,11 @@ class Clock:
     ) -> None:
         """Play the small samples too. A pace is the difference of the two in seconds."""
         layouts = [sample.layout for sample in samples]
+
         # All visits are played again: the exchange that begins one depends on the visit before.
-        small_timelines = self._play(layouts, [sample.small_packs for sample in samples])
+        packs_by_visit = [sample.select(sample.small) for sample in samples]
+        small_timelines = self._play(layouts, packs_by_visit)
+
         for sample, large, small in zip(samples, timelines, small_timelines):
             if sample.is_partial:
                 difference_s = _end_s(large) - _end_s(small)
@@ -232,6 +236,7 @@ class Clock:
         Under ZeRO-3 replicas gather each unit together, so every micro-batch takes as long as the
         largest one of any replica. Those largest ones are returned.
         """
+        # A replica with fewer packs than others computes one token in place of each.
         num_packs = max(len(packs) for packs in group.replicas)
         replicas = [packs + ((),) * (num_packs - len(packs)) for packs in group.replicas]
         all_packs = [pack for packs in replicas for pack in packs]
@@ -253,10 +258,12 @@ def _sample_sizes(layout: Layout, num_packs: int) -> tuple[int, int]:
 
     Each leaves out whole rounds of the stages, so that the pipeline runs full in the same way.
     """
-    target = max(LEAST_PLAYED, FILLS * layout.pp * layout.virtual)
+    pp = layout.pp
+    target = max(LEAST_PLAYED, FILLS * pp * layout.virtual)
     surplus = max(0, num_packs - target)
-    large = num_packs - layout.pp * -(-surplus // layout.pp)
-    small = large - layout.pp * max(1, target // 2 // layout.pp)
+    large = num_packs - pp * -(-surplus // pp)
+    small = large - pp * max(1, target // 2 // pp)
+
     if large == num_packs or small < 1:
         return num_packs, num_packs
     return large, small
@@ -264,6 +271,7 @@ def _sample_sizes(layout: Layout, num_packs: int) -> tuple[int, int]:
 
 def _even_choice(costs: np.ndarray, size: int) -> tuple[int, ...]:
     """Choose `size` micro-batches at even quantiles of the costs. Returns their numbers."""
+    # Stable: of equal costs any version of numpy chooses the same.
     by_cost = np.argsort(costs, kind="stable")
     quantiles = ((np.arange(size) + 0.5) * len(costs) / size).astype(int)
     return tuple(sorted(by_cost[quantiles].tolist()))
@@ -273,6 +281,7 @@ def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPac
     """The groups of a step of documents of these lengths, packed, in the order of their visits."""
     groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
     visits = []
+    # Packs are of the group's documents, shares of its packs: both are numbers.
     for index in shape.itinerary.order(tuple(group.layout for group in groups)):
         group = groups[index]
         packs = [tuple(lengths[document] for document in pack) for pack in group.packs]

@@ -99,6 +99,8 @@ def sizes(spec: ModelSpec) -> Sizes:
     keys = spec.kv_heads * spec.head_width
     block_elements = spec.width * (2 * inner + 2 * keys + (2 + spec.gated) * spec.ffn)
     head_elements = spec.width * spec.vocab
+
+    # Adapters count too: they are trained, and no weights of a block's own matmuls.
     trained = head_trained = 1.0
     if spec.learned != spec.parameters:
         learned = [param for param in spec.params if not param.frozen]
@@ -193,6 +195,7 @@ class Cost:
         are a block's, whose factors may have eight bits."""
         attention = [call for call in calls if isinstance(call, AttentionCall)]
         remainder = [call for call in calls if not isinstance(call, AttentionCall)]
+        # `_work` counts no launches of attention: they are none of the remainder's.
         work = self._work([exact_calls(mesh, remainder)], 0, 0.0, is_block)
         attention_s = sum((self.piece_s(call) for call in attention), 0.0)
         return replace(work, attention_s=attention_s, kernels=work.kernels + len(attention))
@@ -228,9 +231,11 @@ class Cost:
         pass_bytes = _value(_stack(recorded, "pass_bytes"), index, tokens)
         kernels = _pick(np.array([calls.kernels for calls in recorded]), index, tokens)
         kernels = kernels + coding_kernels
+
         byte_factor = (FUSED_PASSES if self.habits.compiled else PASSES)[self.transport]
         elementwise_s = self.rates.elementwise_s(byte_factor * pass_bytes)
         elementwise_s = elementwise_s + kernels * self.rates.dispatch_s
+
         return Work(
             matmul_s=matmul_s,
             elementwise_s=elementwise_s,
@@ -346,6 +351,8 @@ class Cost:
                 call.rows, call.pairs, heads.query, heads.width, call.backward
             )
             return float(flash_s / self.attention_gain(call.rows, call.pairs, call.backward))
+
+        # The calls that training gives to cuDNN's kernel, as in `attention_gain`.
         has_cudnn = call.rows % EVEN == 0 or min(call.rows, call.keys) >= LONG
         return float(
             rates.cluster.attention_s(
@@ -369,9 +376,8 @@ class Cost:
         rates = self.rates
         is_measured = rates.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
-        is_even = (np.asarray(queries if piece is None else piece) % EVEN == 0) & (
-            length >= queries
-        )
+        multiple = np.asarray(queries if piece is None else piece)
+        is_even = (multiple % EVEN == 0) & (length >= queries)
         is_long = (length >= LONG) & (np.asarray(queries) >= LONG)
         has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn
         uses_cudnn = has_cudnn & (is_even | is_long)
@@ -388,8 +394,11 @@ class Cost:
     def again(self, forward: Work, code: np.ndarray) -> Work:
         """What a backward computes again of a block's `forward`: attention alone, or all but
         attention. `code`: of RECOMPUTE."""
-        hidden = {axis.name for axis in axes.AXES if axis.overlaps}
-        traffic_s = {name: seconds for name, seconds in forward.traffic_s.items() if name in hidden}
+        # Keys travel again where attention is computed again; other traffic goes with the rest.
+        traffic_s = {}
+        for axis in axes.AXES:
+            if axis.overlaps and axis.name in forward.traffic_s:
+                traffic_s[axis.name] = forward.traffic_s[axis.name]
         attention = Work(attention_s=forward.attention_s, traffic_s=traffic_s)
         remainder = forward + attention.times(-1)
         is_selective = code == RECOMPUTE.index("selective")

@@ -46,7 +46,12 @@ class Habits:
     gradient_bytes: float = 4.0
 
 
-def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
+def habits(
+    compile: bool,
+    precision: str,
+    device: Device,
+    wire: Wire = Wire(),  # noqa: B008  (frozen)
+) -> Habits:
     """Those of a run with `train.compile` or without, in this precision on this device, with these
     formats on the wire."""
     weight_bytes = FORMATS[precision].compute_bytes

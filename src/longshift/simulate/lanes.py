@@ -133,9 +133,11 @@ class _Lanes:
         while self.heap:
             end, _, version, number = heapq.heappop(self.heap)
             work = self.works[number]
+            # An entry of an older version was pushed before the piece changed its rate.
             if work is not None and work.version == version:
                 self.now = end
                 self._finish(number, work)
+
         for rank, actions in enumerate(self.lists):
             if self.next[rank] < len(actions):
                 raise ValueError(
@@ -172,14 +174,12 @@ class _Lanes:
 
         It does if a single rank awaits it at once while nothing else goes on.
         """
-        return (
-            len(self.lists) == 1
-            and not self.under_way
-            and index + 1 < len(actions)
-            and actions[index + 1][0] == actions[index][0]
-            and isinstance(actions[index + 1][1], End)
-            and not (action.crowds and set(action.crowds) & set(action.uses))
-        )
+        if len(self.lists) > 1 or self.under_way or index + 1 == len(actions):
+            return False
+        number, next_action = actions[index + 1]
+        if number != actions[index][0] or not isinstance(next_action, End):
+            return False
+        return not (action.crowds and set(action.crowds) & set(action.uses))
 
     def _begin(self, rank: int, number: int, action: Begin) -> None:
         work = self.works[number]
@@ -189,6 +189,8 @@ class _Lanes:
         lane = self.lanes.setdefault((rank, action.lane), len(self.queues))
         if lane == len(self.queues):
             self.queues.append(deque())
+
+        # Parties may say different seconds: of a message the sender alone knows its bytes.
         work.remaining_s = max(work.remaining_s, action.seconds)
         work.share = max(work.share, action.share)
         work.queues[rank] = lane
@@ -233,6 +235,8 @@ class _Lanes:
         for place in work.crowds:
             self.crowding[place] -= 1
         self._share((*work.places, *work.crowds))
+
+        # What is next in a lane starts before ranks that waited begin more.
         for rank in work.parties:
             self.spans.append(
                 TimedWork(rank, work.begin.lane, work.begin.key, work.start, self.now)
@@ -244,7 +248,7 @@ class _Lanes:
                 assert following is not None
                 self._start(queue[0], following)
         for rank in self.waiting.pop(number, ()):
-            self.next[rank] += 1
+            self.next[rank] += 1  # past the action that waited
             self._advance(rank)
 
     def _share(self, places: Sequence[int], fresh: int = -1) -> None:

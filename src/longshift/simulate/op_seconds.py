@@ -55,16 +55,17 @@ class OpSeconds:
 
     def block_seconds(self, layout: Layout, packs: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Seconds of one block's forward and backward on each pack, float64 [packs]."""
+        seconds = np.zeros(len(packs))
         if layout.chunk:
-            forward = [self._chunked_turn_s(layout, pack, "forward") for pack in packs]
-            backward = [self._chunked_turn_s(layout, pack, "backward") for pack in packs]
-            return np.array(forward) + np.array(backward)
+            for turn in ("forward", "backward"):
+                turn_s = [self._chunked_turn_s(layout, pack, turn) for pack in packs]
+                seconds = seconds + np.array(turn_s)
+            return seconds
 
         tokens = np.array([sum(pack or (1,)) for pack in packs], float)
         pairs = np.array([self._causal_pairs(pack or (1,)) for pack in packs], float)
         mesh = Mesh.of(layout)
         code = recompute_code(layout)
-        seconds = np.zeros(len(packs))
         for turn in ("forward", "backward"):
             work = self.cost.turn("block", turn, "block", mesh, tokens, pairs, code)
             seconds = seconds + np.asarray(work.exposed_s(self.cost.launch_s))
@@ -89,23 +90,12 @@ class OpSeconds:
         "attention", all others one after another.
         """
         key = layout, pack, loss_blocks, kind, turn, part
-        if key not in self.turns:
-            if layout.chunk:
-                self.turns[key] = {"compute": self._chunked_turn_s(layout, pack, turn)}
-            else:
-                self.turns[key] = self._whole_turn(layout, pack, loss_blocks, kind, turn, part)
-        return self.turns[key]
+        if key in self.turns:
+            return self.turns[key]
+        if layout.chunk:
+            self.turns[key] = {"compute": self._chunked_turn_s(layout, pack, turn)}
+            return self.turns[key]
 
-    def _whole_turn(
-        self,
-        layout: Layout,
-        pack: tuple[int, ...],
-        loss_blocks: int,
-        kind: UnitKind,
-        turn: str,
-        part: str,
-    ) -> dict[str, float]:
-        """`turn_seconds` of a pack that is computed whole."""
         lengths = pack or (1,)  # a replica without a pack computes one token
         mesh = Mesh.of(layout)
         tokens = sum(lengths)
@@ -116,7 +106,9 @@ class OpSeconds:
         compute_s = float(work.compute_s(self.cost.launch_s))
         attention_s = min(float(work.attention_s), compute_s) if work.under_attention_s else 0.0
         traffic_s = {axis: float(seconds) for axis, seconds in work.traffic_s.items()}
-        return {"compute": compute_s - attention_s, "attention": attention_s, **traffic_s}
+        lanes = {"compute": compute_s - attention_s, "attention": attention_s, **traffic_s}
+        self.turns[key] = lanes
+        return lanes
 
     def _chunked_turn_s(self, layout: Layout, pack: tuple[int, ...], turn: str) -> float:
         """Seconds of a turn of a unit of a chunked pack."""
@@ -134,21 +126,21 @@ class OpSeconds:
 
         Its members hold shards of the same cut of the weights.
         """
-        key = layout, kind, sent_bytes
-        if key not in self.collectives:
-            self.collectives[key] = self._collective_s(layout, kind, sent_bytes)
-        return self.collectives[key]
-
-    def _collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
         members = layout.holders
         if members == 1 or not sent_bytes:
             return 0.0
-        per_node = max(1, self.per_node // layout.weight_ranks)
-        collective = MOVES[kind]
-        if kind == "reduce" and self.shape.formats.wire.gradients != "float32":
-            collective = "all_to_all"  # the owner decodes rounded gradients before it sums them
-        total_bytes = sent_bytes * members / (members - 1)
-        return float(self.rates.collective_s(collective, total_bytes, members, per_node))
+
+        key = layout, kind, sent_bytes
+        if key not in self.collectives:
+            collective = MOVES[kind]
+            if kind == "reduce" and self.shape.formats.wire.gradients != "float32":
+                collective = "all_to_all"  # the owner decodes rounded gradients before it sums them
+            per_node = max(1, self.per_node // layout.weight_ranks)
+            total_bytes = sent_bytes * members / (members - 1)
+            seconds = self.rates.collective_s(collective, total_bytes, members, per_node)
+            self.collectives[key] = float(seconds)
+
+        return self.collectives[key]
 
     def message_s(self, layout: Layout, stage: int, peer: int, sent_bytes: int) -> float:
         """Seconds of a message between two stages."""

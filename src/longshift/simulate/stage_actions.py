@@ -61,6 +61,7 @@ class StageActions:
         """Yield which pieces of work the rank begins, and which it waits for."""
         for traffic in operations:
             op = traffic.op
+            # What is sent is converted before it goes, and by `_await` after it has come.
             if op.kind in AWAITED:
                 yield from self._cast_masters(traffic)
                 yield from self._convert_format(traffic)
@@ -80,10 +81,13 @@ class StageActions:
         if traffic.op.kind != "gather" or not traffic.elements:
             return
         formats = self.op_seconds.shape.formats
+        # The host casts one piece while the link carries another: the longer of both counts.
         cast_bytes = traffic.elements * (formats.home_bytes + formats.compute_bytes)
         cast_s = cast_bytes / HOST_BYTES_PER_S
+
         copied_bytes = traffic.elements * formats.compute_bytes
         copy_s = float(self.op_seconds.cluster.copy_s("to_device pinned", copied_bytes))
+
         yield self._piece(traffic.op, LANES["gather"], max(cast_s, copy_s), ("host",))
 
     def _convert_format(self, traffic: OpTraffic) -> Iterator[Begin | End]:
@@ -106,6 +110,8 @@ class StageActions:
             direction = "out" if op.kind == "write" else "in"
             seconds = self._copy_s(traffic, direction)
             piece = self._piece(op, LANES[op.kind], seconds, (f"host {direction}",))
+
+        # The operation that awaits it differs in its kind alone.
         awaiting_op = (AWAITED[op.kind], *op[1:])
         self.under_way.setdefault(awaiting_op, deque()).append(piece.key)
         return piece
@@ -119,6 +125,7 @@ class StageActions:
         if op.kind == "send":
             sent_bytes = traffic.sent_bytes
             seconds = self.op_seconds.message_s(self.layout, self.stage, op.peer, sent_bytes)
+
         link = ("node",) if self.op_seconds.on_one_node(self.layout, first, last) else ("network",)
         return Begin(
             key=("message", op.visit, op.number),
@@ -131,9 +138,11 @@ class StageActions:
 
     def _exchange(self, op: Op) -> Begin:
         """An exchange of a switch, in which all stages take part."""
+        # All exchanges of a switch are known at once.
         switch = op.visit, op.way
         if switch not in self.exchanges:
             self.exchanges[switch] = self.op_seconds.exchange_seconds(self.visits, op)
+
         return Begin(
             key=("exchange", op.visit, op.way, op.number),
             lane=LANES[op.kind],
@@ -150,6 +159,7 @@ class StageActions:
         pieces = self.under_way.get((op.kind, *op[1:]))
         if pieces:  # else it was begun in the visit before, and has ended
             yield End(pieces.popleft())
+
         yield from self._convert_format(traffic)
         if op.kind == "await reduce" and traffic.elements:
             # Reduced gradients go to an optimizer state outside the device.
@@ -157,6 +167,7 @@ class StageActions:
             copy_s = float(self.op_seconds.cluster.copy_s("to_host pinned", size_bytes))
             piece = self._piece(op, "home out", copy_s, ("host out",))
             yield piece
+            # Gradients of a home on disk are waited for, as `simulate.clock` says.
             if traffic.home == "disk":
                 yield End(piece.key)
 
@@ -207,12 +218,11 @@ class StageActions:
             if lane not in (*self.hidden_axes, "attention"):
                 yield from self._blocking_piece(lane, op, seconds)
 
-        hidden = {
-            axis: seconds_by_lane[axis] for axis in self.hidden_axes if seconds_by_lane.get(axis)
-        }
-        transfers = [
-            self._piece(op, axis, seconds, self.links[axis]) for axis, seconds in hidden.items()
-        ]
+        # Traffic under attention begins before it, and is awaited after it.
+        transfers = []
+        for axis in self.hidden_axes:
+            if seconds_by_lane.get(axis):
+                transfers.append(self._piece(op, axis, seconds_by_lane[axis], self.links[axis]))
         yield from transfers
         yield from self._blocking_piece("compute", op, seconds_by_lane.get("attention", 0.0))
         yield from (End(transfer.key) for transfer in transfers)

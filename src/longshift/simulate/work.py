@@ -45,14 +45,17 @@ class Work:
     @property
     def under_attention_s(self) -> Number:
         """Seconds of traffic that goes on under attention."""
-        return sum((self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if axis.overlaps), 0.0)
+        return self._total_traffic_s(overlaps=True)
 
     @property
     def waited_s(self) -> Number:
         """Seconds of traffic that nothing hides."""
-        return sum(
-            (self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if not axis.overlaps), 0.0
-        )
+        return self._total_traffic_s(overlaps=False)
+
+    def _total_traffic_s(self, overlaps: bool) -> Number:
+        """Seconds of traffic of all axes that overlap attention, or of all others."""
+        names = (axis.name for axis in axes.AXES if axis.overlaps == overlaps)
+        return sum((self.traffic_s.get(name, 0.0) for name in names), 0.0)
 
     @property
     def device_s(self) -> Number:
