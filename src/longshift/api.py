@@ -39,7 +39,6 @@ from longshift.command_results import (
     CorpusFacts,
     ExportedFolder,
     LayoutCheck,
-    LayoutPlan,
     MemoryCheck,
 )
 from longshift.config import Config
@@ -50,6 +49,7 @@ from longshift.files import temporary_folder, written
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
+from longshift.layout_plan import LayoutPlan
 from longshift.spec.formats import WeightFormat
 from longshift.terminal import NotebookBar, say, silent
 from longshift.trainer.display import describe

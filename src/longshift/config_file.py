@@ -7,13 +7,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from longshift.config import Config, StageConfig
+from longshift.config import Config
 from longshift.config_parts import Section
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import read_small
 from longshift.layout.auto_layout import AutoLayout, with_current_words
 from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint, translate
+from longshift.train_config import StageConfig
 from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed

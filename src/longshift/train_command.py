@@ -22,13 +22,13 @@ from rich.console import Console
 
 from longshift import api
 from longshift.cluster.host import core_count, forks_ranks
-from longshift.command_results import print_result
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.dist.launcher import call_this_process, describe_place, place, ranks_per_node
 from longshift.dist.ranks import Seed
 from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
+from longshift.print_result import print_result
 from longshift.stream.trace import writable
 from longshift.terminal import read_or_not, say, silent
 from longshift.trainer.display import Display

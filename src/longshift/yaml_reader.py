@@ -62,7 +62,7 @@ def read_yaml(text: str, name: str) -> YamlDocument:
             f"{name} has {len(text)} characters, and a config has at most {MAX_BYTES}; is this the"
             " right file?"
         )
-    reader = _Reader(text, name)
+    reader = _YamlParser(text, name)
     try:
         value = reader.document()
     except yaml.YAMLError as fault:
@@ -80,7 +80,7 @@ def not_text(text: str) -> str | None:
     )
 
 
-class _Reader:
+class _YamlParser:
     """Events to values (mutable: the line that was read last, and what `YamlDocument` says beside
     the value)."""
 

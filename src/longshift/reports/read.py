@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from longshift.cluster.host import has_gpu
-from longshift.command_results import CommandResult, fields_table
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.files import read_json_object
+from longshift.print_result import CommandResult, fields_table
 from longshift.step_report import explain
 from longshift.trainer.metrics import GroupMetrics, StepMetrics, read_rows
 from longshift.trainer.plan_file import read as read_plan

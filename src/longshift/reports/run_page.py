@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longshift.command_results import size_text
 from longshift.layout.layout import format_size
+from longshift.print_result import size_text
 from longshift.reports.page import (
     Series,
     Style,

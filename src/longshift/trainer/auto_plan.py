@@ -12,7 +12,13 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count
-from longshift.command_results import (
+from longshift.config import Config
+from longshift.errors import OutOfMemoryError, UsageError
+from longshift.layout.auto_layout import AutoLayout
+from longshift.layout.axes import token_axes
+from longshift.layout.home_tiers import HomeTiers
+from longshift.layout.layout import format_size
+from longshift.layout_plan import (
     LayoutPlan,
     PlannedCluster,
     PlannedGroup,
@@ -20,12 +26,6 @@ from longshift.command_results import (
     PlannedWay,
     Short,
 )
-from longshift.config import Config
-from longshift.errors import OutOfMemoryError, UsageError
-from longshift.layout.auto_layout import AutoLayout
-from longshift.layout.axes import token_axes
-from longshift.layout.home_tiers import HomeTiers
-from longshift.layout.layout import format_size
 from longshift.planner.plan_evaluator import PlanCandidate
 from longshift.planner.search import SearchResult, search
 from longshift.planner.task import PlanTask

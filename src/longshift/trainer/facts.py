@@ -32,13 +32,13 @@ MENDS = {
 }
 
 
-class Part(BaseModel):
+class FactsPart(BaseModel):
     """A part of what a checkpoint says. Frozen; what it does not know is passed over."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class ChosenKernel(Part):
+class ChosenKernel(FactsPart):
     """The attention kernel of a run, and whether equal inputs give it equal bits."""
 
     kernel: str
@@ -52,7 +52,7 @@ class ChosenKernel(Part):
         return f"{self.kernel} ({'' if self.deterministic else 'not '}deterministic)"
 
 
-class Fingerprints(Part):
+class Fingerprints(FactsPart):
     tokenizer: str
     data: str
 
@@ -61,12 +61,12 @@ def _of_config(*keys: str) -> AliasPath:
     return AliasPath("config", *keys)
 
 
-class Facts(Part):
+class Facts(FactsPart):
     """Where the data goes on, how many updates were made, and of which model, in which format, from
     what and by which kernel the state is. `precision`, `optimizer`, `momentum`: as in
-    `config.TrainConfig`; `moment_names`: of a rule of the user's own, whose code need not be here;
-    `packed`: the format of moments. `attention` is None in checkpoints from before it was kept;
-    `base`: of `state.initial_weights.fingerprint`, None where all weights are trained."""
+    `train_config.TrainConfig`; `moment_names`: of a rule of the user's own, whose code need not be
+    here; `packed`: the format of moments. `attention` is None in checkpoints from before it was
+    kept; `base`: of `state.initial_weights.fingerprint`, None where all weights are trained."""
 
     cursor: Count
     updates: Count

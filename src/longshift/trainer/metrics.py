@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from longshift.command_results import fields_table, html_of
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
+from longshift.print_result import fields_table, html_of
 
 
 @dataclass(frozen=True)
