@@ -51,7 +51,7 @@ from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.layout_plan import LayoutPlan
 from longshift.spec.formats import WeightFormat
-from longshift.terminal import NotebookBar, say, silent
+from longshift.terminal import NotebookBar, Say, say, silent
 from longshift.trainer.display import describe
 from longshift.trainer.metrics import MetricsLog, StepMetrics
 from longshift.trainer.resume_config import name_changes, resume_config
@@ -63,10 +63,9 @@ if TYPE_CHECKING:
     from longshift.documents.tokens import TokenCache
     from longshift.reports.read import RunReport
     from longshift.step_report import Explanation
-    from longshift.trainer.auto_plan import PlannedTask
+    from longshift.trainer.planned_task import PlannedTask
     from longshift.trainer.step_callback import OnStep
 
-Say = Callable[[str], None]
 Steps = Generator[StepMetrics, None, None]
 
 

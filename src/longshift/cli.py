@@ -235,7 +235,8 @@ def plan(
     from longshift import api
     from longshift.print_result import print_result
     from longshift.stream.trace import writable
-    from longshift.trainer.auto_plan import write_config, write_trace
+    from longshift.trainer.auto_plan import write_config
+    from longshift.trainer.planned_task import write_trace
 
     trace = None if trace is None else writable(trace)
     plan = api.make_plan(run, on, fabric, lengths, silent if json else say)

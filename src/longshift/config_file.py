@@ -1,7 +1,7 @@
 """Config files: a text, and `key=value` overrides, to a valid config, or to every fault with its
 line."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from longshift.files import read_small
 from longshift.layout.auto_layout import AutoLayout, with_current_words
 from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint, translate
+from longshift.terminal import Say, silent
 from longshift.train_config import StageConfig
 from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
 
@@ -21,9 +22,7 @@ MAX_FAULTS = 50  # that are listed
 SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
-) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), say: Say = silent) -> Config:
     """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. The config of a
     run may be of an earlier version; `say` gets a line for each of its settings that is no more.
     Raises UsageError that lists every fault."""
@@ -47,7 +46,7 @@ def parse_config(
     text: str,
     overrides: Sequence[str] = (),
     name: str = "config",
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
 ) -> Config:
     """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text
     is the config of a run. Raises UsageError that lists every fault."""

@@ -11,7 +11,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.profile.report import FAMILIES, rate
 from longshift.reports.page import Series, bars, chart, folded, grid, paragraphs, write_page
 from longshift.reports.run_page import shares_of
-from longshift.trainer.auto_plan import PlannedTask
+from longshift.trainer.planned_task import PlannedTask
 
 GIB = 2**30
 WORDS = {  # of a layout, before their number

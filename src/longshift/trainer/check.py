@@ -218,6 +218,7 @@ class Comparison:
     def train(self, step: int, state: State, player: Player) -> None:
         """Train a step, counted from 0, and compare its gradients; collective."""
 
+        # At the norm all gradients are at home, and none is clipped yet.
         def compare_gradients(op: Op) -> None:
             if op.kind == "norm":
                 for kind in self._case.gradient_kinds(step):

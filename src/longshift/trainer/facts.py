@@ -168,16 +168,13 @@ def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, 
     """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field
     that is younger than the checkpoint had its default."""
     now = json.loads(json.dumps(asdict(spec)))
-    before: dict[str, Any] = (
-        {field.name: field.default for field in fields(spec)}
-        | {"full_blocks": [], "freeze": []}
-        | dict(saved)
-    )
-    before |= {
-        name: asdict(Rope()) | dict(before[name])
-        for name in ("rope", "window_rope")
-        if isinstance(before[name], Mapping)
-    }
+    before: dict[str, Any] = {field.name: field.default for field in fields(spec)}
+    # Defaults that are tuples are lists in JSON.
+    before |= {"full_blocks": [], "freeze": []}
+    before |= saved
+    for name in ("rope", "window_rope"):
+        if isinstance(before[name], Mapping):
+            before[name] = asdict(Rope()) | dict(before[name])
     return [(name, was, now.get(name)) for name, was in before.items() if now.get(name) != was]
 
 
@@ -193,6 +190,7 @@ def expect(
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
             "put the old model back, or start a new run from an export of this one"
         )
+    # Steps may be computed in another format, but the masters keep theirs.
     precision = config.train.precision
     home = Precision.of(precision).home
     if facts.home != home:

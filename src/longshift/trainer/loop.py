@@ -29,7 +29,7 @@ from longshift.state.checkpoint import Checkpoint
 from longshift.state.saver import Saver
 from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
-from longshift.terminal import say
+from longshift.terminal import Say, say, silent
 from longshift.trainer.admission import admit
 from longshift.trainer.build_run import (
     Stage,
@@ -78,7 +78,7 @@ class RunContext:
     trace: StepTrace
     stop: Callable[[], bool] = lambda: False
     record: Callable[[StepMetrics], None] = lambda metrics: None
-    tell: Callable[[str], None] = lambda line: None
+    tell: Say = silent
     callback: StepCallback | None = None
 
 
@@ -89,7 +89,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     trace: Path | None = None,
     record: Callable[[StepMetrics], None] = lambda metrics: None,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Say = silent,
     on_step: OnStep | None = None,
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is. Yields each step's metrics.

@@ -233,6 +233,7 @@ def expect(names: Sequence[str]) -> None:
                 raise UsageError(
                     f"{KEY}: {name} is {shown(tracker_class)}{has_not}, where {needed}"
                 )
+        # Looked for, and not imported: TensorBoard's writer brings torch.
         elif find_spec(name) is None:
             raise UsageError(
                 f"save.trackers: {name} is not installed: pip install 'longshift[{name}]', or leave"
@@ -291,6 +292,7 @@ class Trackers:
         `patience_s`: how long to wait for all of them."""
         for follower in self._followers:
             follower.rows.put(ok)
+        # One deadline for all, since they finish at the same time.
         until = time.monotonic() + patience_s
         for follower in self._followers:
             follower.join(max(0.0, until - time.monotonic()))
@@ -307,6 +309,7 @@ class _Follower(Thread):
     ended well. Mutable."""
 
     def __init__(self, tracker_name: str, tracker: Tracker, config: Mapping[str, Any]):
+        # A daemon: a server that hangs must not keep the process alive.
         super().__init__(name=f"longshift tracker {tracker_name}", daemon=True)
         self.rows: SimpleQueue[tuple[int, dict[str, float]] | bool] = SimpleQueue()
         self._tracker_name = tracker_name
