@@ -107,6 +107,7 @@ def train(
         )
     if not on and not isinstance(run.layout, AutoLayout):
         run = with_choices(run, tell)
+        # Alone or under a launcher, this process is a rank; else it starts those of the layout.
         if run.world == 1 or launched():
             folder = prepare(run, resume, own_rank(), alone=not launched())
             yield from _shown(run, run_rank(run, folder, resume, on_step=on_step))
@@ -287,6 +288,7 @@ def _with_callback(
     config: Config | str | Path, overrides: Sequence[str], on_step: str
 ) -> "tuple[Config | str | Path, tuple[str, ...]]":
     """The arguments of `train` with `train.on_step`."""
+    # JSON is YAML, in which a name with any letters stays as it is.
     override = f"train.on_step={json.dumps(on_step)}"
     if isinstance(config, Config):
         return parse_config(config.to_yaml(), [override]), tuple(overrides)

@@ -22,7 +22,7 @@ from typing import Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
-from longshift.command_help import EXAMPLES, command_epilogue, program_epilogue
+from longshift.command_help import EXAMPLES, EXIT_CODES, epilogue
 from longshift.dist.memory import address_space, lacks_memory
 from longshift.errors import LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import NO_ROOM, OF_DISKS, refused
@@ -373,10 +373,10 @@ def profile(
         show_profile(cluster, plain_console())
 
 
-app.help_epilogue = program_epilogue()
-for order, name in enumerate(EXAMPLES):
+app.help_epilogue = epilogue((lines[0] for lines in EXAMPLES.values()), EXIT_CODES)
+for order, (name, lines) in enumerate(EXAMPLES.items()):
     app[name].sort_key = order
-    app[name].help_epilogue = command_epilogue(name)
+    app[name].help_epilogue = epilogue(lines, "longshift --help lists exit codes.")
 
 
 def words(line: list[str]) -> list[str]:
@@ -420,6 +420,7 @@ def main() -> None:
 def _print_fault(fault: LongshiftError | CycloptsError) -> NoReturn:
     """Print a person's error and end with its code."""
     code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
+    # The parser may have failed, so its answer is not known.
     if "--json" in sys.argv:
         with read_or_not():
             print(

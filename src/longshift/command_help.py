@@ -1,5 +1,7 @@
 """What `--help` says after the options: examples of each command, and exit codes."""
 
+from collections.abc import Iterable
+
 EXIT_CODES = """Exit codes:
     0  done
     1  a check failed, or an error of Longshift itself
@@ -30,13 +32,6 @@ EXAMPLES = {  # of each command, in the order of work
 }
 
 
-def program_epilogue() -> str:
-    """The end of `longshift --help`: an example of each command, and the exit codes."""
-    examples = [f"  longshift {lines[0]}" for lines in EXAMPLES.values()]
-    return "\n".join(["Examples:", *examples, "", EXIT_CODES])
-
-
-def command_epilogue(name: str) -> str:
-    """The end of the help of a command: its examples."""
-    examples = [f"  longshift {line}" for line in EXAMPLES[name]]
-    return "\n".join(["Examples:", *examples, "", "longshift --help lists exit codes."])
+def epilogue(lines: Iterable[str], end: str) -> str:
+    """Examples of command lines, then a last paragraph."""
+    return "\n".join(["Examples:", *(f"  longshift {line}" for line in lines), "", end])

@@ -405,6 +405,7 @@ class Config(Section):
 
     def with_layout(self, layout: Any, home: Any = None) -> "Config":
         """The same with a layout, and a home if one is given, in the config's form."""
+        # Validated again, which a copy of the model would not be.
         values: dict[str, Any] = self.model_dump(mode="json")
         if home is not None:
             values["home"]["at"] = home

@@ -16,7 +16,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint, translate
 from longshift.terminal import Say, silent
 from longshift.train_config import StageConfig
-from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
+from longshift.yaml_reader import MAX_BYTES, MAX_DEPTH, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
 SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is
@@ -96,7 +96,10 @@ def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -
     keys = tuple(key.split("."))
     if not sign or not all(keys):
         return f"{shown(override)}: an override is key=value, as in train.lr=2e-5"
-    if reason := not_text(override) or ("more than 32 dots in its key" if len(keys) > 32 else None):
+    reason = not_text(override)
+    if reason is None and len(keys) > MAX_DEPTH:
+        reason = f"more than {MAX_DEPTH} dots in its key"
+    if reason is not None:
         return f"{shown(override)} holds {reason}"
     if not _put(values, keys, _value(text)):
         return f"{key[:80]}: {'.'.join(keys[:-1])[:80]} is not a section"
@@ -108,14 +111,14 @@ def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -
 
 def _layout_faults(config: Config, place: str) -> Iterator[str]:
     """Why layouts of a config, which stand at a `place`, are not possible."""
-    for number, part in enumerate(() if isinstance(config.layout, AutoLayout) else config.parts):
+    if isinstance(config.layout, AutoLayout):
+        return
+    for number, part in enumerate(config.parts):
         stage = f"train.stages.{number}: " if config.train.stages else ""
         for edge in part.edges:
-            key = (
-                "layout"
-                if isinstance(part.layout, Layout)
-                else f"layout (upto {format_size(edge.upto)})"
-            )
+            key = "layout"
+            if not isinstance(part.layout, Layout):
+                key += f" (upto {format_size(edge.upto)})"
             for fault in part.edge_faults(edge):
                 yield f"{place}: {stage}{key}: {fault}"
 
@@ -134,6 +137,7 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
     mapping."""
     for key in keys[:-1]:
         section = values.setdefault(key, {})
+        # A word that stands for the section keeps its meaning beside the new key.
         if key in SHORT and isinstance(section, str):
             section = values[key] = {SHORT[key]: section}
         if not isinstance(section, dict):
@@ -177,11 +181,11 @@ def _stage_hint(path: tuple) -> str:
 def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     """One fault as `file:line: key: what is wrong and what mends it`."""
     path = tuple(error["loc"])
-    # Of the longest part of the path that somebody has written.
-    place = next(
-        (places[path[:length]] for length in range(len(path), -1, -1) if path[:length] in places),
-        name,
-    )
+    # The place of the longest part of the path that somebody has written.
+    above = path
+    while above and above not in places:
+        above = above[:-1]
+    place = places.get(above, name)
     key = ".".join(str(part)[:80] for part in path) or "config"
     if error["type"] == "extra_forbidden":
         known = _fields(path[:-1])

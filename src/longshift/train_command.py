@@ -157,6 +157,7 @@ class TrainCommand:
             if self.world is not None:
                 run.check_layouts(self.world)
         except UsageError as fault:
+            # Then the launcher is not to blame.
             if self.world == run.world:
                 raise
             raise UsageError(f"{fault}\n{describe_place()}") from None
@@ -286,6 +287,7 @@ def _work(words: Sequence[str], main: Callable[[], None]) -> None:
     """What a rank does in a fork of a process that has done `_load`: the command of these words."""
     import torch
 
+    # The seed has started OpenMP, which does not read the variable of a fork.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv[1:] = words
     main()

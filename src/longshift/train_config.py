@@ -29,8 +29,7 @@ from longshift.workload.lengths import Overlong
 LEAST_LR = 0.1  # of lr, where min_lr is not given
 PositiveRate = Annotated[Rate, Field(gt=0)]
 SmallestRate = Annotated[Number, Field(ge=0)]
-
-
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
 LossName = Annotated[str, name_or_object(CROSS_ENTROPY)]
 OptimizerName = Annotated[str, name_or_object(*OPTIMIZERS)]
 
@@ -118,14 +117,14 @@ class TrainConfig(Section):
             "adamw; sgd: a moment less in the training state; or package.module:Rule of your own"
         ),
     )
-    momentum: Annotated[Number, Field(ge=0, lt=1)] | None = Field(
+    momentum: Fraction | None = Field(
         None, description="of sgd: 0.9 where it is not given; 0 keeps no moment"
     )
     weight_decay: Rate = Field(
         0.1, ge=0, description="decay of matrices and embeddings; norms and biases do not decay"
     )
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
-        Field((0.9, 0.95), description="of adamw: decay rates of the two moments")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.95), description="of adamw: decay rates of the two moments"
     )
     eps: Rate = Field(1e-8, gt=0, description="of adamw: added to the root of the second moment")
     deterministic: bool = Field(
@@ -169,6 +168,7 @@ class TrainConfig(Section):
         instead = {"adamw": "adamw has train.betas", "sgd": "sgd has train.momentum"}
         has = instead.get(self.optimizer, f"{self.optimizer} has numbers of its own")
         for name, optimizer in {"momentum": "sgd", "betas": "adamw", "eps": "adamw"}.items():
+            # The default may also be written out, as in the config of a run folder.
             default = type(self).model_fields[name].default
             if self.optimizer != optimizer and getattr(self, name) != default:
                 raise ValueError(
@@ -186,6 +186,7 @@ class TrainConfig(Section):
     @property
     def rule(self) -> Rule:
         """How an update changes weights. Raises UsageError for code that is not there."""
+        # Zero is a choice, which keeps no moment.
         momentum = 0.9 if self.momentum is None else self.momentum
         moment_names = () if self.optimizer in OPTIMIZERS else load_rule(self.optimizer).moments
         return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, momentum, moment_names)

@@ -77,6 +77,7 @@ class _Drawn(NamedTuple):
 def write(runs: Sequence[RunReport], file: Path) -> None:
     """Write the page. Raises UsageError where the file cannot be written."""
     names = [Path(run.name).name for run in runs]
+    # Folders of one name are told apart by their paths.
     if len(set(names)) < len(runs):
         names = [run.name for run in runs]
     drawn = [

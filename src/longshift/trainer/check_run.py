@@ -287,10 +287,10 @@ def _check_stage(small: SmallRun, device: str) -> tuple[dict[str, Any], list[dic
         rows = []
         for number, (way, ranks) in enumerate(zip(small.ways, worlds)):
             with ranks as world:
-                # All ranks have the same answer.
-                answer, *_ = world.call(f"{__name__}:compare", DEADLINE_S, **run, number=number)
+                answers = world.call(f"{__name__}:compare", DEADLINE_S, **run, number=number)
             computed = _join_names(group.use for group in small.groups(way))
-            rows.append({"layout": _join_names(way), "computed": computed} | answer)
+            # All ranks have the same answer.
+            rows.append({"layout": _join_names(way), "computed": computed} | answers[0])
     return reference, rows
 
 

@@ -86,11 +86,11 @@ def train(
     config: Config,
     run: Path,
     resume: bool,
-    stop: Callable[[], bool] = lambda: False,
-    trace: Path | None = None,
-    record: Callable[[StepMetrics], None] = lambda metrics: None,
-    tell: Say = silent,
-    on_step: OnStep | None = None,
+    stop: Callable[[], bool],
+    trace: Path | None,
+    record: Callable[[StepMetrics], None],
+    tell: Say,
+    on_step: OnStep | None,
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is. Yields each step's metrics.
 

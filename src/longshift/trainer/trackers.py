@@ -244,16 +244,14 @@ def expect(names: Sequence[str]) -> None:
 def numbers(step: StepMetrics) -> dict[str, float]:
     """The row of a step: its numbers by name, those of validations by length and of length groups
     with theirs before a slash."""
+    values = asdict(step)
     row = {
         name: float(value)
-        for name, value in asdict(step).items()
+        for name, value in values.items()
         if name not in PLAIN and value is not None
     }
     row |= step.logged
-    row |= {
-        f"home/{name}": float(value)
-        for name, value in (asdict(step.home) if step.home else {}).items()
-    }
+    row |= {f"home/{name}": float(value) for name, value in (values["home"] or {}).items()}
     row |= {f"valid/to {part.upto}": part.loss for part in step.valid}
     for group in step.groups:
         for name, value in asdict(group).items():
