@@ -211,9 +211,9 @@ class TrainCommand:
                 "--on ray starts all ranks, and this process is one of a launcher's."
                 f" {describe_place()}"
             )
-        asked = int(count) if count else None
+        num_devices = int(count) if count else None
         if not (self.resume or self.resume_auto or isinstance(run.layout, AutoLayout)):
-            run.check_layouts(asked)
+            run.check_layouts(num_devices)
         address = os.environ.get("RAY_ADDRESS") or "local"
         if address == "local":
             # Ray reads these when it is imported: nothing listens beyond loopback, nobody else
@@ -226,10 +226,10 @@ class TrainCommand:
             if fault.name != "ray":
                 raise
             raise UsageError("--on ray needs a package: pip install 'longshift[ray]'") from None
-        ranks = asked or (
+        ranks = num_devices or (
             (run.layout.ranks or core_count()) if isinstance(run.layout, AutoLayout) else run.world
         )
-        return connect(None if address == "local" else address, asked, ranks, self.crowded)
+        return connect(None if address == "local" else address, num_devices, ranks, self.crowded)
 
     def _train_here(self, run: Config, folder: RunFolder, resume: bool, trace: Path | None) -> None:
         """Train in this process, which none of ours looks after: a failure is raised in the class

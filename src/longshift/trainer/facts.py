@@ -111,10 +111,10 @@ class Facts(FactsPart):
         kept = {"master": facts.home} | facts.moments
         for kind, found in saved.types.items():
             if found != {TYPES.get(kept[kind]) if kind in kept else None}:
-                how = f"train.precision={facts.precision} and home.moments={facts.packed}"
+                settings = f"train.precision={facts.precision} and home.moments={facts.packed}"
                 raise CheckpointError(
-                    f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {how} do not"
-                    f" keep. {saved.older}"
+                    f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {settings}"
+                    f" do not keep. {saved.older}"
                 )
         return facts
 

@@ -214,7 +214,8 @@ def open_stage(
     stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None
 ) -> Iterator["StageRun"]:
     """Build or load what the steps of a stage need, and close it at the end; collective."""
-    run, world = context.folder, context.world
+    run = context.folder
+    world = context.world
 
     # 1. Refuse a stage whose largest step does not fit, before anything is built.
     admitted = admit(stage.config, world, run)

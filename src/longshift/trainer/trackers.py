@@ -40,7 +40,8 @@ from longshift.user_code import describe_error, is_object, load_object, printing
 PLAIN = ("step", "groups", "layout", "valid", "home", "logged", "stopped")
 KEY = "save.trackers"  # of a config
 PATIENCE_S = 30.0  # for servers, at the end of a run
-MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # of one call, and of a value, at the most
+MLFLOW_PARAMS = 100  # of one call, at the most
+MLFLOW_LETTERS = 500  # of a value, at the most
 
 
 METHODS = ("start", "log", "finish")
