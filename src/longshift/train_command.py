@@ -287,7 +287,7 @@ def _work(words: Sequence[str], main: Callable[[], None]) -> None:
     """What a rank does in a fork of a process that has done `_load`: the command of these words."""
     import torch
 
-    # The seed has started OpenMP, which does not read the variable of a fork.
+    # The seed imported torch before this variable was set.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv[1:] = words
     main()
