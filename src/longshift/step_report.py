@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import RenderableType
 
 from longshift.cluster.cluster import Cluster
-from longshift.command_results import CommandResult, size_text
 from longshift.config import Config
 from longshift.layout.axes import AXES
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
+from longshift.print_result import CommandResult, size_text
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
 from longshift.simulate.cost import Cost
 from longshift.simulate.habits import habits

@@ -62,7 +62,8 @@ class Stage:
         return self.config.train.steps
 
     def __str__(self) -> str:
-        train, data = self.config.train, self.config.data
+        train = self.config.train
+        data = self.config.data
         layout = " > ".join(f"{edge.use} to {format_size(edge.upto)}" for edge in self.config.edges)
         sizes = (
             f"documents to {format_size(data.max_len)}, {format_size(train.tokens_per_step)} tokens"
