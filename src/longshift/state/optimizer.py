@@ -49,7 +49,7 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * factor
 
 
-class Part(NamedTuple):
+class StateSlice(NamedTuple):
     """Views of a shard's vectors, of the elements that decay alike."""
 
     master: Tensor
@@ -143,7 +143,7 @@ class Optimizer:
                 shard.grad.mul_(factor)  # pyright: ignore[reportOptionalMemberAccess]
             factor = 1.0
         # A fused kernel takes tensors of one device and one weight decay.
-        groups: dict[tuple[float, torch.device], list[Part]] = {}
+        groups: dict[tuple[float, torch.device], list[StateSlice]] = {}
         for shard in shards:
             for decay, part in _parts(shard, self.rule):
                 groups.setdefault((decay, part.master.device), []).append(part)
@@ -191,7 +191,7 @@ class Optimizer:
 
 
 def _fused(
-    rule: Rule, lr: float, decay: float, parts: Sequence[Part], factor: float, step: int
+    rule: Rule, lr: float, decay: float, parts: Sequence[StateSlice], factor: float, step: int
 ) -> None:
     """Update parts of one device that decay alike by their gradients times `factor`. These are the
     kernels of torch.optim, which imports torch's compiler: 1.3 s."""
@@ -266,7 +266,7 @@ def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> 
     ]
 
 
-def _parts(shard: Shard, rule: Rule) -> Iterator[tuple[float, Part]]:
+def _parts(shard: Shard, rule: Rule) -> Iterator[tuple[float, StateSlice]]:
     """The elements of a shard that decay, and those that do not, as far as there are any, after
     their weight decay."""
     assert shard.grad is not None
@@ -277,7 +277,7 @@ def _parts(shard: Shard, rule: Rule) -> Iterator[tuple[float, Part]]:
     for decay, place in halves:
         if place.stop > place.start:
             moments = [shard.moment(name)[place] for name in rule.moments]
-            yield decay, Part(shard.master[place], shard.grad[place], moments)
+            yield decay, StateSlice(shard.master[place], shard.grad[place], moments)
 
 
 def _views(

@@ -31,7 +31,7 @@ from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
 
 # A view of a box of a weight; None where this rank does not have it.
-Part = Callable[[str, Box], Tensor | None]
+BoxView = Callable[[str, Box], Tensor | None]
 
 
 class _InSum(NamedTuple):
@@ -85,7 +85,7 @@ class Exchange:
     in_sizes: list[int]
 
 
-class Transfer:
+class SwitchTransfer:
     """This rank's part of `plan`, to be played again and again: `post` and `take_in` each exchange
     in turn. `held` and `wanted` are asked when an exchange is posted for the first
     time: what they give lasts, though its storage need not,
@@ -98,8 +98,8 @@ class Transfer:
         plan: Plan,
         world: World,
         group: Group,
-        held: Part,
-        wanted: Part,
+        held: BoxView,
+        wanted: BoxView,
         dtype: torch.dtype,
         renewed: Sequence[Shard] = (),
     ):

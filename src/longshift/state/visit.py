@@ -24,7 +24,7 @@ from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.resizable import ResizableStorage, Tensors
-from longshift.state.transfer import Transfer
+from longshift.state.transfer import SwitchTransfer
 from longshift.switch.itinerary import Cut, Itinerary
 
 
@@ -135,9 +135,9 @@ class Switches:
         self.world = world
         self.ranks = ranks
         self.precision = precision
-        self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
+        self._transfers: dict[tuple[Cut | None, Cut | None], SwitchTransfer] = {}
 
-    def bring(self, source: Copies | None, target: Copies) -> Transfer:
+    def bring(self, source: Copies | None, target: Copies) -> SwitchTransfer:
         """The transfer that brings the weights of `target` from home and, where given, from what
         `source` holds."""
         source_cut = source.cut if source else None
@@ -150,7 +150,7 @@ class Switches:
 
             group = self.world.group(self.ranks, "weights")
             plan = self.itinerary.weights(source_cut, target.cut)
-            self._transfers[key] = Transfer(
+            self._transfers[key] = SwitchTransfer(
                 plan, self.world, group, held, target.part, self.precision.compute
             )
         return self._transfers[key]
@@ -163,12 +163,12 @@ class Switches:
             if shard.grad is None and unit in (-1, shard.bucket.unit):
                 shard.begin().zero_()
 
-    def take_home(self, source: Copies) -> Transfer:
+    def take_home(self, source: Copies) -> SwitchTransfer:
         """The transfer that adds the gradient sums of `source` to home's, which are there."""
         key = source.cut, None
         if key not in self._transfers:
             group = self.world.group(self.ranks, "sums")
-            self._transfers[key] = Transfer(
+            self._transfers[key] = SwitchTransfer(
                 plan=self.itinerary.sums(source.cut),
                 world=self.world,
                 group=group,

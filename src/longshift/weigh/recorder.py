@@ -8,13 +8,12 @@ is counted is never less than what is. Of what a kernel needs inside itself only
 FlashAttention's backward on a GPU is counted.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,11 +27,11 @@ from longshift.dist.live_bytes import flash_backward_bytes
 from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
+from longshift.weigh.meta_kernels import call_meta_kernel
 
 FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
 Transport = Literal["gloo", "nccl"]
 
-META = torch.device("meta")
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the left factor
 # Operations whose result has the storage of an argument, or gives it another.
 CHANGE_STORAGE = {"_unsafe_view", "resize_", "set_"}
@@ -190,10 +189,10 @@ class TurnRecorder(TorchDispatchMode):
         if target and kwargs[target].numel():
             return kwargs[target]
 
-        # 2. Other results. [Note: meta kernels]
+        # 2. Other results.
         if func.is_view or func._opname in CHANGE_STORAGE or target:
             return func(*args, **kwargs)
-        out = _make(_result(func, _describe(args), _describe(tuple(kwargs.items()))))
+        out = call_meta_kernel(func, args, kwargs)
         if func is aten.native_layer_norm.default and self.transport == "gloo":
             y, *statistics = out
             return y, *(x.to(y.dtype) for x in statistics)  # a CPU keeps them in y's format
@@ -308,68 +307,6 @@ class TurnRecorder(TorchDispatchMode):
             return out
 
         return play
-
-
-# [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a
-# dispatch takes ten microseconds. What they make depends on shapes and formats alone, so that each
-# is asked once. Many import torch's compiler, which takes a second, only to have it leave them
-# alone: where nothing is compiled, a stand-in answers.
-
-
-class TensorShape(NamedTuple):
-    """What decides which tensor an operation makes of this one."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Scalar(NamedTuple):
-    """Another argument. 1, 1.0 and True are equal, and make tensors of different formats."""
-
-    type: type
-    value: Any
-
-
-def _describe(value: Any) -> Any:
-    """The arguments, or results, of an operation as a value that can be compared."""
-    if isinstance(value, Tensor):
-        return TensorShape(value.shape, value.stride(), value.dtype)
-    if isinstance(value, tuple | list):
-        return tuple(map(_describe, value))
-    return Scalar(type(value), value)
-
-
-def _make(described: Any) -> Any:
-    """New arguments, or results, of this description."""
-    match described:
-        case TensorShape():
-            return torch.empty_strided(
-                described.size, described.stride, dtype=described.dtype, device=META
-            )
-        case Scalar():
-            return described.value
-    return tuple(map(_make, described))
-
-
-class NoCompiler:
-    """What meta kernels ask of `torch._dynamo`."""
-
-    @staticmethod
-    def disable(function: Any, *how: Any, **options: Any) -> Any:
-        return function
-
-
-@lru_cache(maxsize=1 << 16)
-def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation makes of arguments with these descriptions. [Note: meta kernels]"""
-    modules: dict[str, Any] = sys.modules
-    compiler = modules.setdefault("torch._dynamo", NoCompiler)
-    try:
-        return _describe(func(*_make(args), **dict(_make(kwargs))))
-    finally:
-        if compiler is NoCompiler:
-            del modules["torch._dynamo"]
 
 
 @cache

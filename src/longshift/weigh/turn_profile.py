@@ -43,13 +43,8 @@ from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.step.compose import layout_ops
 from longshift.step.runner import loss_of_rows
-from longshift.weigh.recorder import (
-    META,
-    RecordedGroup,
-    Transport,
-    TurnProfile,
-    TurnRecorder,
-)
+from longshift.weigh.meta_kernels import META
+from longshift.weigh.recorder import RecordedGroup, Transport, TurnProfile, TurnRecorder
 
 Part = Literal["embed", "block", "block with output", "attention half"]
 Phase = Literal["pass", "forward", "backward"]

@@ -387,7 +387,7 @@ class WeightMemory:
 
 
 class SwitchMemory:
-    """`state.transfer.Transfer` on bytes. Mutable.
+    """`state.transfer.SwitchTransfer` on bytes. Mutable.
 
     The fused buffer has the size of the largest exchange. What passes through this rank, to others
     of its node, stays for all rounds of its bucket.
@@ -428,7 +428,7 @@ class ExchangeBytes:
 
 @lru_cache(maxsize=64)  # a planner weighs many candidates with the same switches
 def exchange_bytes(plan: Plan, rank: int) -> ExchangeBytes:
-    """What `state.transfer.Transfer` moves on a rank."""
+    """What `state.transfer.SwitchTransfer` moves on a rank."""
     # 1. What comes and goes in each exchange, inside nodes and between them.
     inside_out, inside_in, between_out, between_in = bytes_by_exchange(plan)[:, :, rank].T
     sent = inside_out + between_out
