@@ -38,14 +38,14 @@ class PlannedCopies(Copies):
         super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
-        shapes = {
-            name: tuple(weight.shape)
-            for name, weight in self.units[unit].weights.items()
-            if weight.requires_grad
-        }
-        self.sums[unit] = Tensors(shapes, self.sum_format, self.world.device)
-        self._totals |= self.sums[unit].views
-        self.sums[unit].drop()
+        shapes = {}
+        for name, weight in self.units[unit].weights.items():
+            if weight.requires_grad:
+                shapes[name] = tuple(weight.shape)
+        sums = Tensors(shapes, self.sum_format, self.world.device)
+        self.sums[unit] = sums
+        self._totals |= sums.views
+        sums.drop()
 
     def gather(self, unit: int) -> None:
         raise AssertionError(f"unit {unit}: a switch brings it")
@@ -74,6 +74,7 @@ class RowCopies(AlignedCopies):
     empty these rows. Mutable."""
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, precision: Precision):
+        # Rows are weights as they compute: they have no masters, and no moments.
         formats = replace(precision, home=precision.compute)
         super().__init__(
             spec,
@@ -158,6 +159,7 @@ class Switches:
     def total(self, unit: int) -> None:
         """Make home's gradient sums of a unit, of all where it is -1, where there are none; the
         others are there when it returns."""
+        # Views of the sums are taken next: none may be on its way.
         self.home.settled()
         for shard in self.home.learning:
             if shard.grad is None and unit in (-1, shard.bucket.unit):

@@ -160,6 +160,10 @@ class TurnRecorder(TorchDispatchMode):
         """Bytes now above those alive when the turn began."""
         return self.now - self.begin_bytes
 
+    def profile_result(self, size: int) -> TurnProfile:
+        """What the turn did, of whose bytes so many are its result, and the others are kept."""
+        return self.profile(output=size, graph=self.left_bytes - size)
+
     def profile(self, **sizes: Any) -> TurnProfile:
         """What the turn did up to now; `sizes`: fields that only the caller knows."""
         sent = {axis: size for axis, size in self.sent.items() if size}
@@ -201,6 +205,7 @@ class TurnRecorder(TorchDispatchMode):
     def _see(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address = storage._cdata
+        # Views share a storage, which is counted once.
         if address not in self.sizes:
             self.sizes[address] = storage.nbytes()
             self.now += storage.nbytes()
@@ -239,10 +244,7 @@ class TurnRecorder(TorchDispatchMode):
 
     def count_calls(self, kernel: Kernel) -> Kernel:
         """The kernel, whose calls are counted."""
-
-        def count(function: Any, describe: Callable[..., AttentionCall]) -> Any:
-            return self._one_kernel(function, describe) if function else None
-
+        count = self._one_kernel
         packed = kernel.packed
         if packed:
             packed = replace(
@@ -292,13 +294,14 @@ class TurnRecorder(TorchDispatchMode):
             )
         return Elementwise(**kernels)
 
-    def _one_kernel(
-        self, function: Callable[..., Any], describe: Callable[..., DeviceCall]
-    ) -> Callable[..., Any]:
-        """The function, which is one kernel on a device. `describe`: says which, of its result and
-        its arguments."""
+    def _one_kernel(self, function: Any, describe: Callable[..., DeviceCall]) -> Any:
+        """The function, which is one kernel on a device; None where a kernel has no such function.
+        `describe`: says which, of its result and its arguments."""
+        if function is None:
+            return None
 
         def play(*args: Any) -> Any:
+            # What a kernel calls is a part of it, also where that is a kernel elsewhere.
             was_in_kernel = self.in_kernel
             self.in_kernel = True
             out = function(*args)
@@ -324,7 +327,8 @@ def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
     sizes: tuple[int, ...] = ()
     for x in values:
         if isinstance(x, Tensor):
-            sizes += (min(x.numel() * x.itemsize, x.untyped_storage().nbytes()),)
+            shape_bytes = x.numel() * x.itemsize
+            sizes += (min(shape_bytes, x.untyped_storage().nbytes()),)
         elif isinstance(x, tuple | list):
             sizes += _sizes(x)
     return sizes
@@ -371,6 +375,7 @@ class RecordedGroup(Group):
     def _collective(self, operation: Operation, x: Tensor, share: float = 1.0) -> Iterator[None]:
         """Record a collective, and not what it is made of. Its size is `share` times the
         tensor's."""
+        # One collective may be made of another, as an all-reduce of gloo's is of an all-gather.
         is_outermost = not self.is_inside
         self.is_inside = True
         try:
@@ -407,6 +412,7 @@ class RecordedGroup(Group):
             return super().trade(out, x, out_sizes, in_sizes)
 
     def _native_all_to_all(self, out: Tensor, x: Tensor, *sizes: list[int]) -> None:
+        # Sizes by rank leave out what a rank keeps; else that is an equal share of x.
         elements = sum(sizes[1]) if sizes else x.numel() * (self.size - 1) // self.size
         self._send(elements, x)
 
