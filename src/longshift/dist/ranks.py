@@ -127,7 +127,9 @@ class Seed:
         self._events, write_events = os.pipe()
         self._open = True
         launcher = os.getpid()
+        # The seed would print what is buffered here, too.
         _flush()
+        # A signal waits until the seed does with it what a process of its own does.
         with _blocked(SIGNALS):
             self.pid = os.fork()
             if self.pid == 0:

@@ -105,17 +105,18 @@ def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
     """Why the adapters that an `adapter_config.json` of PEFT describes are not those of a model, a
     line each: another kind, size or scale, or a function that is not `W x + scale B A x`. Which
     layers have one, the names of tensors say."""
-    if config.get("peft_type") != "LORA":
-        return [f"peft_type is {config.get('peft_type')!r}, not LORA"]
+    peft_type = config.get("peft_type")
+    if peft_type != "LORA":
+        return [f"peft_type is {peft_type!r}, not LORA"]
     # Only what changes what adapters compute is compared, no bookkeeping.
     lora = spec.lora
     faults: list[str] = []
-    if config.get("r") != lora.rank:
-        faults.append(f"r is {config.get('r')!r}, and model.lora.rank is {lora.rank}")
-    if config.get("lora_alpha") != lora.alpha:
-        faults.append(
-            f"lora_alpha is {config.get('lora_alpha')!r}, and model.lora.alpha is {lora.alpha:g}"
-        )
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
+    if rank != lora.rank:
+        faults.append(f"r is {rank!r}, and model.lora.rank is {lora.rank}")
+    if alpha != lora.alpha:
+        faults.append(f"lora_alpha is {alpha!r}, and model.lora.alpha is {lora.alpha:g}")
     if config.get("bias", "none") != "none":
         faults.append(f"bias is {config['bias']!r}: biases are not trained here")
     init = config.get("init_lora_weights")

@@ -54,7 +54,7 @@ def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
     columns = x.shape[-1]
     blocks = in_blocks(x, column, copy=False)
     scales.copy_(maxima_to_scales(block_maxima(blocks)))
-    # x itself must not change: where blocks are a view of it, the codes have memory of their own.
+    # x must not change: where blocks are a view of it, quotients have memory of their own.
     is_view = column % BLOCK == columns % BLOCK == 0
     out = torch.empty_like(blocks) if is_view else blocks
     scaled = torch.div(blocks, scales[..., None], out=out)

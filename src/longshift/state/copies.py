@@ -195,10 +195,9 @@ class Copies(ABC):
         weights = self.units[unit].weights
         grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         # A sum without numbers takes a copy of its first gradient, and needs no zeros.
-        for names, put in (
-            (grads.keys() & blank, torch._foreach_copy_),
-            (grads.keys() - blank, torch._foreach_add_),
-        ):
+        first = grads.keys() & blank
+        later = grads.keys() - blank
+        for names, put in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):
             totals = []
             parts = []
             for name in weights:

@@ -153,9 +153,9 @@ class Home:
         self.moments = rule.moments if rule else ()
         self.packed: MomentFormat = packed if self.moments else "float32"
         self.saved = saved_moments(self.moments, self.packed, precision.home)
-        self.records = (
-            Records(Path(folder or tempfile.gettempdir())) if "disk" in home_in.tiers else None
-        )
+        self.records = None
+        if "disk" in home_in.tiers:
+            self.records = Records(Path(folder or tempfile.gettempdir()))
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
 
         buckets = [bucket for bucket in buckets_of(spec, cut) if self.rank in bucket.holders]
@@ -224,7 +224,8 @@ class Home:
                 kind: (blocks if kind.endswith(SCALE) else elements, dtype)
                 for kind, dtype in self.saved.items()
             }
-            formats |= {"grad": formats["master"]} if tier == "disk" else {}
+            if tier == "disk":
+                formats["grad"] = formats["master"]
         vectors: dict[str, Vector] = {}
         for kind, (size, dtype) in formats.items():
             if self.records is not None and tier == "disk":
@@ -369,10 +370,9 @@ class Home:
             shape = (*self.spec.by_name[placed.name].shape[:-1], len(columns))
             grid = shared[first:][: prod(shape)].view(shape)
             rows = tuple(map(slice, local.start[:-1], local.stop[:-1]))
-            first_column = local.start[-1]
             for index, column in enumerate(columns):
-                if first_column <= column < local.stop[-1]:
-                    part = placed.scales(maxima)[..., column - first_column]
+                if local.start[-1] <= column < local.stop[-1]:
+                    part = placed.scales(maxima)[..., column - local.start[-1]]
                     yield part, grid[..., index][rows]
 
     def _moments(self, unit: int) -> list[PackedMoment]:
@@ -428,7 +428,7 @@ class Home:
         for shard in self.shards:
             if what == "master" or shard.grad is not None:
                 views = shard.views(self.flat(shard, what))
-                names += [name for name, _, view in views if not bool(view.isfinite().all())]
+                names += [name for name, _, view in views if not view.isfinite().all()]
         return names
 
     def drop_gradients(self) -> None:

@@ -294,9 +294,11 @@ def _views(
 ) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
     """Of every box its views of these vectors; those of scales with a box of their own."""
     scale_kinds = [kind for kind in flats if kind.endswith(SCALE)]
+    value_kinds = [kind for kind in flats if kind not in scale_kinds]
     for placed in shard.boxes:
-        views = {kind: placed.values(flats[kind]) for kind in flats if kind not in scale_kinds}
+        views = {kind: placed.values(flats[kind]) for kind in value_kinds}
         yield placed.name, placed.box, shard.owned, views
+
         if scale_kinds:
             # Two shards may have parts of a block: the one where it begins speaks for it.
             begun = blocks_starting_in(placed.box)

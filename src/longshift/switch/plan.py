@@ -133,8 +133,8 @@ class Plan:
         """What `rank` does, bucket by bucket. Slices that travel together are merged
         into few boxes."""
         # By bucket and round, -1 for what stays.
-        sends: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
-        receives: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
+        sends = defaultdict[tuple[int, int], list[Move]](list)
+        receives = defaultdict[tuple[int, int], list[Move]](list)
 
         # Weights that lie and move alike have the same boxes, in buckets that begin elsewhere.
         cache: dict[tuple[int, int, bytes], list[tuple[Transit, Box]]] = {}

@@ -31,10 +31,8 @@ class Traffic:
     def __str__(self) -> str:
         inside_gb = self.intra_node_bytes / 1e9
         between_gb = self.inter_node_bytes / 1e9
-        lines = [
-            f"{inside_gb:.3g} GB inside nodes, {between_gb:.3g} GB between them, at least"
-            f" {self.bound_s:.3g} s"
-        ]
+        total = f"{inside_gb:.3g} GB inside nodes, {between_gb:.3g} GB between them"
+        lines = [f"{total}, at least {self.bound_s:.3g} s"]
         for source, row in enumerate(self.by_node if between_gb else ()):
             parts = [f"  node {source}: {row[source] / 1e9:.3g} GB inside"]
             # Most pairs of nodes of a large world exchange nothing.

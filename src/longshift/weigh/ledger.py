@@ -122,6 +122,7 @@ class Ledger(OperationPlayer):
         self.memory.sent.clear()
         self.memory.moved.clear()
         self.memory.flops = 0
+
         for number, op in enumerate(program):
             self.allocations.begin_op(number, op)
             self.table[op.kind](op)

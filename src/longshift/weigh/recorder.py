@@ -175,12 +175,9 @@ class TurnRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = self._call(func, args, kwargs)
-        if isinstance(out, Tensor):
-            self._see(out)
-        elif isinstance(out, tuple | list):
-            for x in out:
-                if isinstance(x, Tensor):
-                    self._see(x)
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self._see(x)
         if not func.is_view:
             self._count(func, args, kwargs, out)
         return out

@@ -87,8 +87,7 @@ class StateMemory:
         self.units[bucket.unit].frozen += size
         if bucket.unit in self.steps.on_disk:
             return [size]
-        name = "weights not trained"
-        self.resident.append(self.memory.allocate_state(name, size, bucket.unit))
+        self.resident.append(self.memory.allocate_state("weights not trained", size, bucket.unit))
         return []
 
     def _add_trained(self, bucket: Bucket) -> list[int]:

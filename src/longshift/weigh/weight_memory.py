@@ -347,12 +347,13 @@ class WeightMemory:
 
         # 1. Codes go to all holders, and each adds up its own.
         if coding := share.reduce_coding:
+            codes_bytes = holders * coding.size
             memory.coded_bytes += coding.encoded
-            buffers = [self._allocate_reduction(holders * coding.size)]
+            buffers = [self._allocate_reduction(codes_bytes)]
             memory.allocations.add_workspace(coding.encoding)
             total.clear()
-            memory.send("reduce", coding.size * (holders - 1))
-            out = self._allocate_reduction(holders * coding.size)
+            memory.send("reduce", codes_bytes - coding.size)
+            out = self._allocate_reduction(codes_bytes)
             return Reduction(share, out, buffers, end_bytes=0)
 
         # 2. A reduce-scatter, or an all-reduce in place.
