@@ -34,6 +34,7 @@ def share(total: int, parts: int, index: int) -> tuple[int, int]:
 def attended(length: Any, window: int | None) -> Any:
     """Pairs of a token of a document and one of the last `window` tokens that it attends to; half
     of the length's square for None."""
+    # The first tokens see all before them, a triangle; the others a whole window each.
     reach = length if window is None else np.minimum(length, window)
     return reach * reach / 2.0 + (length - reach) * reach
 
@@ -80,6 +81,7 @@ class Part:
 
     def rows(self, parts: int, index: int) -> tuple[int, int]:
         """Half-open range of rows, from the part's start, of coordinate `index` of `parts`."""
+        # Queries are shared out, and the keys follow them.
         first, last = share(self.heads or self.units, parts, index)
         group = self.heads // self.units if self.heads else 1
         return first // group * self.size, -(-last // group) * self.size
@@ -271,10 +273,12 @@ class ModelSpec:
         up; adapters have gradients of their own."""
         names: list[set[str]] = [set() for _ in range(self.units)]
         for p in self.params:
-            if len(p.shape) == 2 and not p.frozen and not p.role.endswith(("_lora_a", "_lora_b")):
-                for unit in (p.unit, p.also_unit):
-                    if unit:  # unit 0 looks up
-                        names[unit].add(p.name)
+            is_adapter = p.role.endswith(("_lora_a", "_lora_b"))
+            if len(p.shape) != 2 or p.frozen or is_adapter:
+                continue
+            for unit in (p.unit, p.also_unit):
+                if unit:  # unit 0 looks up
+                    names[unit].add(p.name)
         return tuple(map(frozenset, names))
 
     def flops_per_token(self, context: float) -> float:
@@ -288,6 +292,7 @@ class ModelSpec:
         """FLOP of forward and backward for a token through the weights."""
         flops = 0.0
         for p in self.params:
+            # A tied embedding is multiplied with by the head.
             if p.also_unit is not None or p.role not in ("embed", "positions"):
                 flops += p.elements * (4.0 if p.frozen else 6.0)
         return flops
@@ -408,14 +413,8 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
 
 def _norm(spec: ModelSpec, names: Mapping[str, str], role: str, size: int) -> Iterator[Param]:
     """The weights of a norm; `size`: of its weight."""
-    yield Param(
-        f"{names[role]}.weight",
-        role,
-        (size,),
-        0,
-        decay=False,
-        init="zeros" if spec.norm_less_one else "ones",
-    )
+    init = "zeros" if spec.norm_less_one else "ones"
+    yield Param(f"{names[role]}.weight", role, (size,), 0, decay=False, init=init)
     if spec.norm == "layer":
         yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), 0, decay=False, init="zeros")
 
