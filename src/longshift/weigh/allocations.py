@@ -105,8 +105,10 @@ class AllocationTracker:
     def track_instants(self) -> dict[Instant, dict[str, Peak]]:
         """From now on tell instants apart. Returns their snapshots, which a step will fill."""
         self.has_instants = True
-        # Peaks of the steps before would hide those of instants.
-        self.peaks = {}
+        # Peaks of the steps before would hide those of instants. What is there all the time, such as
+        # pinned pieces, raises none.
+        self.peaks = dict(self.now)
+        self.has_new_peak = True
         self.snapshots = {}
         return self.snapshots
 
