@@ -177,6 +177,7 @@ _NEEDS: Mapping[str, tuple[Any, str]] = {
 
 
 MAX_SIZE = 1 << 31  # of every number of a model: the ids of tensors of that width are 32 bits
+MAX_EXPERTS = 1 << 12  # each is a matmul
 MAX_BLOCKS = 1 << 12  # lists of blocks are walked, and no model has a tenth of them
 MAX_NUMBER = 1e15  # and its inverse: fp32 squares them
 
