@@ -255,7 +255,7 @@ def family_hint(name: str) -> str:
 
 def preset_hint(name: str) -> str:
     """The same of the name of a model, which begins with that of its family,
-    as `mixtral-8x7b` does."""
+    as `phimoe-mini` does."""
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower())
     families = [family for family in FAMILIES if plain == family or plain.startswith(f"{family}_")]
     return family_hint(max(families, key=len)) if families else ""

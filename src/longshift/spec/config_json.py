@@ -171,8 +171,8 @@ _NEEDS: Mapping[str, tuple[Any, str]] = {
     "lm_head_bias": (False, "needs a bias in the output head, which is not implemented"),
     "full_attn_mod": (1, "needs attention that differs between layers, which is not implemented"),
     "interpolate_factor": (1, "needs interpolated positions, which are not implemented"),
-    "num_experts": (0, "needs a mixture of experts, which is not implemented"),
-    "num_local_experts": (0, "needs a mixture of experts, which is not implemented"),
+    "num_experts": (0, "needs a mixture of experts, which this family has not"),
+    "num_local_experts": (0, "needs a mixture of experts, which this family has not"),
 }
 
 
