@@ -52,7 +52,7 @@ def chosen(what: Trial, cluster: Cluster) -> tuple[list[tuple[int, Activations]]
         return ledger_ranks.predict(what, (way,), 0)[0].device
 
     def seconds_of(way: Layout) -> float:
-        clock = Clock(ledger_ranks.shape_of(what, (way,)), cluster, Cost(what.spec, rates(cluster, "float32")), "float32")
+        clock = Clock(ledger_ranks.shape_of(what, (way,)), cluster, Cost(what.spec, rates(cluster, "float32")))
         return clock.step([GroupPacks(way, (((tokens,),),))]).seconds
 
     uniform = {text: bytes_of(Layout.parse(text)) for text in (ALL_AGAIN, ALL_MOVED, ALL_KEPT)}

@@ -36,7 +36,8 @@ from longshift.planner.search import search
 from longshift.planner.shortlist import PlanEstimate, Problem, compare
 from longshift.planner.task import PlanTask
 from longshift.simulate.clock import Clock, GroupPacks, in_visiting_order
-from longshift.simulate.cost import FLASH3, RECOMPUTE, Mesh
+from longshift.simulate.cost import FLASH3, RECOMPUTE
+from longshift.simulate.mesh import Mesh
 from longshift.simulate.model_flops import model_flops
 from longshift.simulate.rates import rates
 from longshift.spec import families
@@ -229,7 +230,7 @@ def task_of(law: str) -> PlanTask:
 
 def padded_s(evaluator: PlanEvaluator, edges: tuple[Edge, ...]) -> float:
     """Mean seconds on the clock, each pack computed as one document of its capacity."""
-    clock = Clock(evaluator.shape(edges), evaluator.task.cluster, evaluator.cost, evaluator.task.precision)
+    clock = Clock(evaluator.shape(edges), evaluator.task.cluster, evaluator.cost)
     capacity, seconds = {edge.use: edge.pack for edge in edges}, []
     for step in evaluator.typical[1:]:
         groups = [

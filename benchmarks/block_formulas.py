@@ -17,8 +17,10 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.model.packed_attention import EVEN, LONG
-from longshift.simulate.cost import FLASH3, RECOMPUTE, REST, Mesh, Work
+from longshift.simulate.cost import FLASH3, RECOMPUTE, REST
+from longshift.simulate.mesh import Mesh
 from longshift.simulate.rates import Rates
+from longshift.simulate.work import Work
 from longshift.spec.model import ModelSpec
 
 Half = Literal["attention half", "mlp half"]

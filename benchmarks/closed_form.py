@@ -21,8 +21,9 @@ from longshift.cluster.cluster import Number
 from longshift.layout.loss_rows import rows_at_once
 from longshift.planner.group_seconds import stalled_s
 from longshift.simulate.calibrate import BAND
-from longshift.simulate.clock import update_bytes
-from longshift.simulate.cost import Mesh, Work
+from longshift.simulate.mesh import Mesh
+from longshift.simulate.op_seconds import update_bytes
+from longshift.simulate.work import Work
 
 # In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
 PARTS = (

@@ -215,7 +215,7 @@ class Corpus:
     def clocked(self, edges: tuple[Edge, ...], evaluator: PlanEvaluator) -> list[float]:
         """The clock's seconds of all rounds."""
         shape = evaluator.shape(edges)
-        clock = Clock(shape, evaluator.task.cluster, evaluator.cost, self.case.precision)
+        clock = Clock(shape, evaluator.task.cluster, evaluator.cost)
         return [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[WARM:]]
 
     def calibrated(self) -> PlanEvaluator:

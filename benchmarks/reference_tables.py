@@ -18,13 +18,14 @@ from pydantic_core import PydanticUndefined
 
 import longshift
 from longshift import cli
-from longshift.config import Config, StageConfig
+from longshift.config import Config
 from longshift.config_parts import DocumentFormat
 from longshift.errors import LongshiftError
 from longshift.layout import axes, layout
 from longshift.layout.auto_layout import DEGREES, AutoLayout
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, format_size
+from longshift.train_config import StageConfig
 from longshift.workload.groups import Edge
 
 OTHER_CODES = {

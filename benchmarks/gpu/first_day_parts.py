@@ -33,7 +33,7 @@ from longshift.model import float8
 from longshift.model.attention import Attention, PackedAttention
 from longshift.model.chosen_kernel import choose, kernels, probe
 from longshift.model.kernels import FLASH, Kernel
-from longshift.simulate.cost import habits
+from longshift.simulate.habits import habits
 from longshift.simulate.rates import rates
 from longshift.spec.model import attended
 

@@ -36,7 +36,8 @@ from longshift.schedule import chunks
 from longshift.schedule.chunks import StreamOptions
 from longshift.simulate.chunk_clock import ChunkClock
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
-from longshift.simulate.cost import Cost, Habits, habits
+from longshift.simulate.cost import Cost
+from longshift.simulate.habits import Habits, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import PrecisionName, arithmetic, formats_of
 from longshift.spec.model import ModelSpec, Rope
@@ -143,7 +144,7 @@ def clocked(case: Case, machine: Cluster, trainer: Habits | None = None) -> Step
     """The step on the clock, by the habits of another trainer where they are given."""
     trainer = trainer or habits(case.compile, case.precision, machine.device)
     cost = Cost(case.spec, rates(machine, arithmetic(case.precision)), trainer)
-    return Clock(case.shape, machine, cost, arithmetic(case.precision)).step([GroupPacks(case.layout, ((case.lengths,),))])
+    return Clock(case.shape, machine, cost).step([GroupPacks(case.layout, ((case.lengths,),))])
 
 
 def forecast(case: Case, machine: Cluster) -> dict:

@@ -22,15 +22,13 @@ if TYPE_CHECKING:
         CorpusFacts,
         ExportedFolder,
         LayoutCheck,
-        LayoutPlan,
         MemoryCheck,
-        PlannedGroup,
-        PlannedWay,
     )
     from longshift.config import Config
     from longshift.config_file import load_config
     from longshift.errors import LongshiftError
     from longshift.layout.layout import Layout
+    from longshift.layout_plan import LayoutPlan, PlannedGroup, PlannedWay
     from longshift.step_report import Explanation
     from longshift.switch.links import Links
     from longshift.switch.plan import switch_plan
@@ -89,16 +87,14 @@ _FROM = {
         "CheckedLayout",
         "CorpusFacts",
         "ExportedFolder",
-        "LayoutPlan",
         "MemoryCheck",
-        "PlannedGroup",
-        "PlannedWay",
     ),
     "longshift.config": ("Config",),
     "longshift.config_file": ("load_config",),
     "longshift.errors": ("LongshiftError",),
     "longshift.step_report": ("Explanation",),
     "longshift.layout.layout": ("Layout",),
+    "longshift.layout_plan": ("LayoutPlan", "PlannedGroup", "PlannedWay"),
     "longshift.switch.links": ("Links",),
     "longshift.switch.spread": ("spread_weights",),
     "longshift.switch.plan": ("switch_plan",),

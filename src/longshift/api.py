@@ -39,7 +39,6 @@ from longshift.command_results import (
     CorpusFacts,
     ExportedFolder,
     LayoutCheck,
-    LayoutPlan,
     MemoryCheck,
 )
 from longshift.config import Config
@@ -50,8 +49,9 @@ from longshift.files import temporary_folder, written
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
+from longshift.layout_plan import LayoutPlan
 from longshift.spec.formats import WeightFormat
-from longshift.terminal import NotebookBar, say, silent
+from longshift.terminal import NotebookBar, Say, say, silent
 from longshift.trainer.display import describe
 from longshift.trainer.metrics import MetricsLog, StepMetrics
 from longshift.trainer.resume_config import name_changes, resume_config
@@ -63,10 +63,9 @@ if TYPE_CHECKING:
     from longshift.documents.tokens import TokenCache
     from longshift.reports.read import RunReport
     from longshift.step_report import Explanation
-    from longshift.trainer.auto_plan import PlannedTask
+    from longshift.trainer.planned_task import PlannedTask
     from longshift.trainer.step_callback import OnStep
 
-Say = Callable[[str], None]
 Steps = Generator[StepMetrics, None, None]
 
 
@@ -108,6 +107,7 @@ def train(
         )
     if not on and not isinstance(run.layout, AutoLayout):
         run = with_choices(run, tell)
+        # Alone or under a launcher, this process is a rank; else it starts those of the layout.
         if run.world == 1 or launched():
             folder = prepare(run, resume, own_rank(), alone=not launched())
             yield from _shown(run, run_rank(run, folder, resume, on_step=on_step))
@@ -288,6 +288,7 @@ def _with_callback(
     config: Config | str | Path, overrides: Sequence[str], on_step: str
 ) -> "tuple[Config | str | Path, tuple[str, ...]]":
     """The arguments of `train` with `train.on_step`."""
+    # JSON is YAML, in which a name with any letters stays as it is.
     override = f"train.on_step={json.dumps(on_step)}"
     if isinstance(config, Config):
         return parse_config(config.to_yaml(), [override]), tuple(overrides)

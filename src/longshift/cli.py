@@ -22,6 +22,7 @@ from typing import Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
+from longshift.command_help import EXAMPLES, EXIT_CODES, epilogue
 from longshift.dist.memory import address_space, lacks_memory
 from longshift.errors import LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import NO_ROOM, OF_DISKS, refused
@@ -33,35 +34,6 @@ if FIRST_HANDLER is signal.default_int_handler:
         signal.signal(signal.SIGINT, FIRST_HANDLER)
 
 INTERRUPTED = 130
-EXIT_CODES = """Exit codes:
-    0  done
-    1  a check failed, or an error of Longshift itself
-    2  the command line, the config or a layout is wrong, or nothing fits
-    3  a document or the tokenizer is wrong
-    4  a checkpoint or a folder is damaged, missing or cannot be written
-    5  a loss or gradient is not finite
-    6  a rank died or did not answer
-    7  memory or disk is full
-  130  stopped"""
-EXAMPLES = {  # of each command, in the order of work
-    "init": ("init --to run.yaml", "init Qwen3-0.6B --data 'books/*.txt' --to run.yaml"),
-    "data": ("data run.yaml", "data run.yaml data.max_len=32K"),
-    "profile": ("profile --quick", "profile -o here.json --html here.html"),
-    "plan": ("plan run.yaml --html plan.html", "plan run.yaml --on 64xH100 --emit planned.yaml"),
-    "check": ("check run.yaml --against dp2.tp2", "check run.yaml --timeline"),
-    "train": (
-        "train run.yaml train.lr=2e-5",
-        "train run.yaml --explain",
-        "train run.yaml --resume",
-    ),
-    "report": ("report runs/first", "report runs/first runs/second --to both.html"),
-    "calibrate": ("calibrate runs/first",),
-    "export": (
-        "export runs/first --to model",
-        "export runs/first --best --precision bf16 --to model",
-    ),
-}
-
 app = App(
     name="longshift",
     help="Train transformer language models on sequences of any length.",
@@ -190,7 +162,7 @@ def worker(
 def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
     """Show documents, tokens, a length histogram and what each cap would lose."""
     from longshift import api
-    from longshift.command_results import print_result
+    from longshift.print_result import print_result
 
     print_result(api.data(config, *overrides), json)
 
@@ -216,7 +188,7 @@ def check(
         timeline: compare memory, by rank, and the operations after which it differs most
     """
     from longshift import api
-    from longshift.command_results import print_result
+    from longshift.print_result import print_result
 
     # One report a call: exit codes say whether it is good.
     if timeline == (against is not None):
@@ -261,9 +233,10 @@ def plan(
     run = load_config(config, overrides)
 
     from longshift import api
-    from longshift.command_results import print_result
+    from longshift.print_result import print_result
     from longshift.stream.trace import writable
-    from longshift.trainer.auto_plan import write_config, write_trace
+    from longshift.trainer.auto_plan import write_config
+    from longshift.trainer.planned_task import write_trace
 
     trace = None if trace is None else writable(trace)
     plan = api.make_plan(run, on, fabric, lengths, silent if json else say)
@@ -299,7 +272,7 @@ def calibrate(
         output: the file to write; RUN/cluster.json if none
     """
     from longshift import api
-    from longshift.command_results import print_result
+    from longshift.print_result import print_result
 
     print_result(api.calibrate(run, on=on, to=output), json)
 
@@ -326,7 +299,7 @@ def export(
         merge: add adapters to the weights they are beside
     """
     from longshift import api
-    from longshift.command_results import print_result
+    from longshift.print_result import print_result
 
     print_result(api.export(run, to, best=best, precision=precision, merge=merge), json)
 
@@ -379,8 +352,8 @@ def profile(
         html: a file for plots of matmul, attention, copies, links and disk
     """
     from longshift.cluster import files
-    from longshift.command_results import plain_console
     from longshift.dist.launcher import place, ranks_per_node
+    from longshift.print_result import plain_console
     from longshift.profile.report import show as show_profile
     from longshift.profile.run import measure_here
 
@@ -400,19 +373,10 @@ def profile(
         show_profile(cluster, plain_console())
 
 
-app.help_epilogue = "\n".join(
-    ("Examples:", *(f"  longshift {lines[0]}" for lines in EXAMPLES.values()), "", EXIT_CODES)
-)
+app.help_epilogue = epilogue((lines[0] for lines in EXAMPLES.values()), EXIT_CODES)
 for order, (name, lines) in enumerate(EXAMPLES.items()):
     app[name].sort_key = order
-    app[name].help_epilogue = "\n".join(
-        (
-            "Examples:",
-            *(f"  longshift {line}" for line in lines),
-            "",
-            "longshift --help lists exit codes.",
-        )
-    )
+    app[name].help_epilogue = epilogue(lines, "longshift --help lists exit codes.")
 
 
 def words(line: list[str]) -> list[str]:
@@ -456,6 +420,7 @@ def main() -> None:
 def _print_fault(fault: LongshiftError | CycloptsError) -> NoReturn:
     """Print a person's error and end with its code."""
     code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
+    # The parser may have failed, so its answer is not known.
     if "--json" in sys.argv:
         with read_or_not():
             print(

@@ -1,121 +1,23 @@
-"""What commands compute, as frozen values: the Python API returns them, and `print_result` prints
-them, as JSON or for a person."""
+"""What commands compute, as frozen values: the Python API returns them, and
+`print_result.print_result` prints them."""
 
-import json
 import math
-import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from html import escape as html_escape
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from longshift.errors import shown
 from longshift.layout.layout import format_size
+from longshift.print_result import CommandResult
 from longshift.workload.lengths import Bin, CapLoss
 
 BAR_COLUMNS = 40  # of a bar that stands for all tokens
-PIPE_COLUMNS = 160  # where standard output is no terminal
-
-
-class CommandResult(BaseModel):
-    """A result of a command, or a part of one. `model_validate` reads what `to_json` gives."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_by_name=True)
-    # Keys that are left out of JSON where they have no value.
-    OPTIONAL: ClassVar[tuple[str, ...]] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """What the command prints with --json."""
-        return self.model_dump(mode="json", by_alias=True)
-
-    def parts(self) -> Iterator[RenderableType]:
-        """Lines and tables for a person: the fields, where a result has nothing better."""
-        yield fields_table("", self)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}"
-            f"({', '.join(f'{name}={short_repr(value)}' for name, value in self)})"
-        )
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the same as `parts`, with tables as tables."""
-        return "".join(html_of(part) for part in self.parts())
-
-    @model_serializer(mode="wrap")
-    def _without_optional(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in serialize(self).items()
-            if value is not None or key not in self.OPTIONAL
-        }
-
-
-def short_repr(value: Any) -> str:
-    """A value as Python writes it, a collection as how much it holds."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, Collection) and not isinstance(value, str):
-        return f"<{len(value)} items>" if value else "()"
-    return str(value) if isinstance(value, Path) else repr(value)
-
-
-def size_text(size: float) -> str:
-    """Bytes in three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 999.5:  # above, three digits would need an exponent
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"
-
-
-def fields_table(title: str, fields: Iterable[tuple[str, Any]]) -> Table:
-    """A row for each field."""
-    table = Table("", title, box=None, show_header=bool(title))
-    for name, value in fields:
-        table.add_row(name, escape(short_repr(value)))
-    return table
-
-
-def html_of(part: RenderableType) -> str:
-    """A line or a table of `parts`."""
-    if not isinstance(part, Table):
-        return f'<div style="white-space: pre-wrap">{html_escape(str(part))}</div>'
-    columns = [
-        [html_escape(Text.from_markup(str(cell)).plain) for cell in column.cells]
-        for column in part.columns
-    ]
-    names = [html_escape(str(column.header)) for column in part.columns]
-    head = "".join(f"<th>{name}</th>" for name in names) if part.show_header else ""
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in zip(*columns)
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-
-
-def print_result(result: CommandResult, as_json: bool) -> None:
-    """Print a result: as one line of JSON, or as lines and tables for a person."""
-    if as_json:
-        print(json.dumps(result.to_json()), flush=True)
-        return
-    console = plain_console()
-    for part in result.parts():
-        # Text is printed as it stands: no markup, and lines as long as they are.
-        console.print(
-            Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text)
-        )
-
-
-def plain_console() -> Console:
-    """Standard output, for tables."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 class CorpusFacts(CommandResult):
@@ -356,117 +258,6 @@ class ExportedFolder(CommandResult):
     def parts(self) -> Iterator[RenderableType]:
         """One line."""
         yield f"exported {self.run} to {self.folder}"
-
-
-class PlannedGroup(CommandResult):
-    """The documents of up to `upto` tokens in a mean step: how many, their tokens, the layout and
-    packs that compute them, in seconds."""
-
-    upto: int
-    layout: str
-    pack: int
-    documents: float
-    tokens: float
-    seconds: float
-    tokens_per_s: float
-
-
-class PlannedWay(CommandResult):
-    """A way to compute: `layout` as a config's `layout` has it. `seconds` of a mean step, between
-    `least_s` and `most_s`; `bytes` by place, of the rank that needs most, at `peak`. Of a rival,
-    `times` as long as the best; of the best, its `groups` and the seconds by lane."""
-
-    OPTIONAL = ("groups", "lanes", "times")
-
-    layout: Any
-    seconds: float
-    least_s: float
-    most_s: float
-    bytes: Mapping[str, int]
-    peak: str
-    groups: tuple[PlannedGroup, ...] | None = None
-    lanes: Mapping[str, float] | None = None
-    times: float | None = None
-
-
-class PlannedCluster(CommandResult):
-    name: str
-    nodes: int
-    devices_per_node: int
-
-    def __str__(self) -> str:
-        return f"{self.nodes} x {self.devices_per_node} {self.name}"
-
-
-class Short(CommandResult):
-    """A way for which `bytes` are lacking at a `place`: the device, or a rank's part of the host's
-    memory or of the disk."""
-
-    way: Any
-    bytes: int
-    place: str
-
-
-class PlannedHome(CommandResult):
-    """Where the training state may lie, and the seconds of a step then; None where nothing fits."""
-
-    home: Any
-    seconds: float | None
-
-
-class LayoutPlan(CommandResult):
-    """The best layouts for documents on a cluster. `home`: where the training state lies, of the
-    `homes` that were compared. `fits`: whether there is a layout; where there is none, `changes`
-    after which there would be, and which ways are `short` of memory. `best`, the best `single`
-    layout, the best with `context_parallel` alone, and `rivals`; `tried`: those that `layout: auto`
-    trains some steps each, in their order. `candidates` were compared, and `refused` by reason.
-    `mfu` by convention. `notes`: the choice in sentences."""
-
-    OPTIONAL = ("best", "mfu")
-
-    cluster: PlannedCluster
-    ranks: int
-    home: Any
-    homes: tuple[PlannedHome, ...]
-    tokens_per_step: int
-    documents: int
-    longest: int
-    candidates: int
-    refused: Mapping[str, int]
-    budget_bytes: int
-    fits: bool
-    changes: tuple[str, ...]
-    short: tuple[Short, ...]
-    best: PlannedWay | None = None
-    mfu: Mapping[str, float] | None = None
-    single: PlannedWay | None = None
-    context_parallel: PlannedWay | None = None
-    tried: tuple[PlannedWay, ...] = ()
-    rivals: tuple[PlannedWay, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def parts(self) -> Iterator[RenderableType]:
-        """What was asked, a row for each group of the best way, and the notes."""
-        yield (
-            f"{self.documents:,} documents of up to {format_size(self.longest)} tokens on"
-            f" {self.cluster}"
-        )
-        if self.best is not None:
-            table = Table(
-                "up to", "layout", "pack", "documents", "tokens", "seconds", "tokens/s", box=None
-            )
-            for group in self.best.groups or ():
-                table.add_row(
-                    format_size(group.upto),
-                    group.layout,
-                    format_size(group.pack),
-                    f"{group.documents:.1f}",
-                    f"{group.tokens:,.0f}",
-                    f"{group.seconds:.3g}",
-                    f"{group.tokens_per_s:,.0f}",
-                )
-            yield table
-        yield from self.notes
 
 
 class CalibrationStep(CommandResult):

@@ -1,28 +1,28 @@
 """Config files: a text, and `key=value` overrides, to a valid config, or to every fault with its
 line."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from longshift.config import Config, StageConfig
+from longshift.config import Config
 from longshift.config_parts import Section
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import read_small
 from longshift.layout.auto_layout import AutoLayout, with_current_words
 from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint, translate
-from longshift.yaml_reader import MAX_BYTES, not_text, read_yaml
+from longshift.terminal import Say, silent
+from longshift.train_config import StageConfig
+from longshift.yaml_reader import MAX_BYTES, MAX_DEPTH, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
 SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
-) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), say: Say = silent) -> Config:
     """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. The config of a
     run may be of an earlier version; `say` gets a line for each of its settings that is no more.
     Raises UsageError that lists every fault."""
@@ -46,7 +46,7 @@ def parse_config(
     text: str,
     overrides: Sequence[str] = (),
     name: str = "config",
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
 ) -> Config:
     """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text
     is the config of a run. Raises UsageError that lists every fault."""
@@ -96,7 +96,10 @@ def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -
     keys = tuple(key.split("."))
     if not sign or not all(keys):
         return f"{shown(override)}: an override is key=value, as in train.lr=2e-5"
-    if reason := not_text(override) or ("more than 32 dots in its key" if len(keys) > 32 else None):
+    reason = not_text(override)
+    if reason is None and len(keys) > MAX_DEPTH:
+        reason = f"more than {MAX_DEPTH} dots in its key"
+    if reason is not None:
         return f"{shown(override)} holds {reason}"
     if not _put(values, keys, _value(text)):
         return f"{key[:80]}: {'.'.join(keys[:-1])[:80]} is not a section"
@@ -108,14 +111,14 @@ def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -
 
 def _layout_faults(config: Config, place: str) -> Iterator[str]:
     """Why layouts of a config, which stand at a `place`, are not possible."""
-    for number, part in enumerate(() if isinstance(config.layout, AutoLayout) else config.parts):
+    if isinstance(config.layout, AutoLayout):
+        return
+    for number, part in enumerate(config.parts):
         stage = f"train.stages.{number}: " if config.train.stages else ""
         for edge in part.edges:
-            key = (
-                "layout"
-                if isinstance(part.layout, Layout)
-                else f"layout (upto {format_size(edge.upto)})"
-            )
+            key = "layout"
+            if not isinstance(part.layout, Layout):
+                key += f" (upto {format_size(edge.upto)})"
             for fault in part.edge_faults(edge):
                 yield f"{place}: {stage}{key}: {fault}"
 
@@ -134,6 +137,7 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
     mapping."""
     for key in keys[:-1]:
         section = values.setdefault(key, {})
+        # A word that stands for the section keeps its meaning beside the new key.
         if key in SHORT and isinstance(section, str):
             section = values[key] = {SHORT[key]: section}
         if not isinstance(section, dict):
@@ -177,11 +181,11 @@ def _stage_hint(path: tuple) -> str:
 def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     """One fault as `file:line: key: what is wrong and what mends it`."""
     path = tuple(error["loc"])
-    # Of the longest part of the path that somebody has written.
-    place = next(
-        (places[path[:length]] for length in range(len(path), -1, -1) if path[:length] in places),
-        name,
-    )
+    # The place of the longest part of the path that somebody has written.
+    above = path
+    while above and above not in places:
+        above = above[:-1]
+    place = places.get(above, name)
     key = ".".join(str(part)[:80] for part in path) or "config"
     if error["type"] == "extra_forbidden":
         known = _fields(path[:-1])

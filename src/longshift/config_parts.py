@@ -49,6 +49,7 @@ def _parse_layout(value: object) -> "Layout | tuple[Edge, ...] | AutoLayout":
 
 
 def _parse_home(value: object) -> HomeTiers:
+    # A ValueError becomes one of the config's faults; any other error would be the only one.
     try:
         return HomeTiers.parse(value)
     except UsageError as fault:
@@ -69,7 +70,8 @@ def _absolute(value: object) -> object:
 
 
 def name_or_object(*names: str) -> AfterValidator:
-    """Accepts these names, and the import path of an object of the user's own (`user_code`)."""
+    """Accepts these names, and the import path of an object of the user's own (`user_code`).
+    Any other text raises ValueError."""
 
     def check(value: str) -> str:
         if value in names:
@@ -87,6 +89,7 @@ def name_or_object(*names: str) -> AfterValidator:
 
 
 def _number(value: object) -> object:
+    # Pydantic takes true as 1.0, and YAML reads yes and on as true.
     if isinstance(value, bool):
         raise ValueError(f"a number is needed, and YAML reads this as {str(value).lower()}")
     return value
@@ -215,6 +218,7 @@ class ModelConfig(Section):
             )
         if self.lora and self.freeze:
             raise ValueError("lora trains its adapters alone: leave freeze out")
+        # Read now, so that a folder that cannot be read is a fault with its line.
         try:
             _ = self.spec
         except UsageError as fault:

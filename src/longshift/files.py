@@ -190,6 +190,7 @@ def absolute(path: str) -> str:
             f"{path[:80]!r}: there is no such user; write the path out, or ./~... for a name that"
             " begins so"
         ) from None
+    # Linux takes names of 255 bytes, and paths of 4096 with the zero at their end.
     has_long_name = any(len(os.fsencode(part)) > 255 for part in absolute_path.split(os.sep))
     if has_long_name or len(os.fsencode(absolute_path)) > 4095:
         raise ValueError(

@@ -258,6 +258,7 @@ def preset_hint(name: str) -> str:
     as `phimoe-mini` does."""
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower())
     families = [family for family in FAMILIES if plain == family or plain.startswith(f"{family}_")]
+    # The longest says most, as deepseek_v2 does beside deepseek.
     return family_hint(max(families, key=len)) if families else ""
 
 

@@ -12,13 +12,14 @@ from typing import Any
 from rich.console import RenderableType
 
 from longshift.cluster.cluster import Cluster
-from longshift.command_results import CommandResult, size_text
 from longshift.config import Config
 from longshift.layout.axes import AXES
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
+from longshift.print_result import CommandResult, size_text
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
-from longshift.simulate.cost import Cost, habits
+from longshift.simulate.cost import Cost
+from longshift.simulate.habits import habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import EIGHT_BITS, Format, arithmetic
 from longshift.switch.itinerary import Cut, Itinerary
@@ -373,7 +374,7 @@ class RunForecast:
         self.shape = shape_of(config, cluster.devices_per_node, cluster)
         habit = habits(config.train.compile, config.train.precision, cluster.device)
         cost = Cost(config.spec, rates(cluster, config.train.precision), habit)
-        self.clock = Clock(self.shape, cluster, cost, config.train.precision)
+        self.clock = Clock(self.shape, cluster, cost)
 
     def step(self, lengths: Sequence[int]) -> StepTime:
         """A step of documents of these lengths."""

@@ -6,13 +6,14 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from html import escape
 from typing import Any, TextIO
 
 from longshift.errors import printable
 
+Say = Callable[[str], None]  # tells a person a line, as `say` and `silent` do
 UNREAD = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF)  # of a stream that nobody reads
 
 
@@ -55,6 +56,7 @@ def read_or_not(files: bool = False) -> Iterator[None]:
             with suppress(OSError):
                 stream.flush()
                 continue
+            # Python flushes it once more at the end, and must not fail then.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

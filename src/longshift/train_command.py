@@ -22,13 +22,13 @@ from rich.console import Console
 
 from longshift import api
 from longshift.cluster.host import core_count, forks_ranks
-from longshift.command_results import print_result
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.dist.launcher import call_this_process, describe_place, place, ranks_per_node
 from longshift.dist.ranks import Seed
 from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
+from longshift.print_result import print_result
 from longshift.stream.trace import writable
 from longshift.terminal import read_or_not, say, silent
 from longshift.trainer.display import Display
@@ -157,6 +157,7 @@ class TrainCommand:
             if self.world is not None:
                 run.check_layouts(self.world)
         except UsageError as fault:
+            # Then the launcher is not to blame.
             if self.world == run.world:
                 raise
             raise UsageError(f"{fault}\n{describe_place()}") from None
@@ -210,9 +211,9 @@ class TrainCommand:
                 "--on ray starts all ranks, and this process is one of a launcher's."
                 f" {describe_place()}"
             )
-        asked = int(count) if count else None
+        num_devices = int(count) if count else None
         if not (self.resume or self.resume_auto or isinstance(run.layout, AutoLayout)):
-            run.check_layouts(asked)
+            run.check_layouts(num_devices)
         address = os.environ.get("RAY_ADDRESS") or "local"
         if address == "local":
             # Ray reads these when it is imported: nothing listens beyond loopback, nobody else
@@ -225,10 +226,10 @@ class TrainCommand:
             if fault.name != "ray":
                 raise
             raise UsageError("--on ray needs a package: pip install 'longshift[ray]'") from None
-        ranks = asked or (
+        ranks = num_devices or (
             (run.layout.ranks or core_count()) if isinstance(run.layout, AutoLayout) else run.world
         )
-        return connect(None if address == "local" else address, asked, ranks, self.crowded)
+        return connect(None if address == "local" else address, num_devices, ranks, self.crowded)
 
     def _train_here(self, run: Config, folder: RunFolder, resume: bool, trace: Path | None) -> None:
         """Train in this process, which none of ours looks after: a failure is raised in the class
@@ -286,6 +287,7 @@ def _work(words: Sequence[str], main: Callable[[], None]) -> None:
     """What a rank does in a fork of a process that has done `_load`: the command of these words."""
     import torch
 
+    # The seed imported torch before this variable was set.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv[1:] = words
     main()

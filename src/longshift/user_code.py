@@ -143,6 +143,7 @@ def _import(module_name: str, where: str) -> ModuleType:
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as fault:
         raise _import_error(fault, module_name, where) from fault
+    # A module is imported once, so the digest is that of its first import.
     vars(module).setdefault(_DIGEST, digest)
     return module
 

@@ -62,7 +62,7 @@ def read_yaml(text: str, name: str) -> YamlDocument:
             f"{name} has {len(text)} characters, and a config has at most {MAX_BYTES}; is this the"
             " right file?"
         )
-    reader = _Reader(text, name)
+    reader = _YamlParser(text, name)
     try:
         value = reader.document()
     except yaml.YAMLError as fault:
@@ -80,7 +80,7 @@ def not_text(text: str) -> str | None:
     )
 
 
-class _Reader:
+class _YamlParser:
     """Events to values (mutable: the line that was read last, and what `YamlDocument` says beside
     the value)."""
 
@@ -111,6 +111,7 @@ class _Reader:
     def _value(self, event: Event, path: tuple) -> object:
         """The value that begins with an event."""
         self.lines.setdefault(path, self.line)
+        # What is quoted stays text.
         if isinstance(event, ScalarEvent):
             return self._scalar(event.value) if event.implicit[0] else event.value
         if len(path) == MAX_DEPTH:
@@ -129,6 +130,7 @@ class _Reader:
             if not isinstance(event, ScalarEvent):
                 raise self._fault("a list or a mapping stands where a key is needed")
             key_path = (*path, event.value)
+            # Not an error yet: it is told together with all other faults of the config.
             if key_path in self.lines:
                 self.twice.append((key_path, self.line))
             self.lines[key_path] = self.line

@@ -26,7 +26,8 @@ from longshift.documents import tokenizer, tokens
 from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer
 from longshift.layout.box import Box
-from longshift.model.huggingface import INDEX, WeightFolder, write_folder
+from longshift.model.weight_folder import INDEX, WeightFolder
+from longshift.model.write_folder import write_folder
 from longshift.spec.families import PRESETS, read_spec, to_hugging_face
 from longshift.trainer import plan_file
 from longshift.trainer.metrics import faults_of_rows

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from longshift.command_results import print_result
 from longshift.config_file import parse_config
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import refused, rewrite, written
+from longshift.print_result import print_result
 from longshift.trainer import run_folder
 from longshift.trainer.run_folder import RunFolder, prepare, summarize_run
 

@@ -37,7 +37,7 @@ from longshift.parallel import ring, ulysses
 from longshift.parallel.seams import LayoutOps
 from longshift.program.operations import Op, Program
 from longshift.schedule import chunks, sequence, windows
-from longshift.schedule.chunks import Event
+from longshift.schedule.event import Event
 from longshift.schedule.sequence import TokenOrder
 from longshift.schedule.windows import Mask
 from longshift.spec import model

@@ -14,7 +14,8 @@ from longshift.planner.candidates import enumerate_layouts
 from longshift.planner.shortlist import Problem, compare, shortlist
 from longshift.planner.task import PlanTask
 from longshift.schedule.sequence import pack_order
-from longshift.simulate.cost import Cost, Mesh
+from longshift.simulate.cost import Cost
+from longshift.simulate.mesh import Mesh
 from longshift.simulate.rates import rates
 from longshift.spec.model import ModelSpec
 from longshift.weigh.recorder import Collective

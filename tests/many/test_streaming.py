@@ -20,7 +20,7 @@ from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
-from longshift.schedule.chunks import Event, dependencies
+from longshift.schedule.event import Event, dependencies
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
 from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer

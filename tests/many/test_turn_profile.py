@@ -17,7 +17,8 @@ from longshift.layout.loss_rows import loss_blocks
 from longshift.model import attention
 from longshift.model.functions import GatedActivation
 from longshift.model.packed_attention import EVEN, LONG
-from longshift.schedule.chunks import Buffer, cut_chunks
+from longshift.schedule.chunks import cut_chunks
+from longshift.schedule.event import Buffer
 from longshift.schedule.sequence import token_order
 from longshift.schedule.unit_events import event_lists
 from longshift.weigh import turn_profile

@@ -36,7 +36,7 @@ from longshift.model.functions import WRITTEN_OUT, add_product
 from longshift.model.kernels import FLASH
 from longshift.model.packed_attention import EVEN, LONG
 from longshift.program.operations import Op
-from longshift.schedule.chunks import Event
+from longshift.schedule.event import Event
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope

@@ -24,8 +24,8 @@ from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, MicroBatch, Ops
-from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
+from longshift.model.weight_folder import WeightFolder
 from longshift.spec.families import FAMILIES, read_spec
 
 LENGTHS = (37, 1, 53, 2)

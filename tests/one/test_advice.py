@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, GPT2Config, LlamaConfig, Qwen3Config
 
 from longshift.errors import CheckpointError, LongshiftError, UsageError
-from longshift.model.huggingface import WeightFolder
+from longshift.model.weight_folder import WeightFolder
 from longshift.spec.families import FAMILIES, read_spec
 
 SIZES: dict[str, Any] = {

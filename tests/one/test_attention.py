@@ -250,7 +250,7 @@ def test_on_a_cpu_the_hardware_decides(monkeypatch, able, in_bf16):
 
 
 @pytest.mark.parametrize(
-    "kernel", [one.whole or one for one in chosen_kernel.kernels(torch.device("cuda"), torch.bfloat16)], ids=lambda kernel: kernel.name
+    "kernel", [one.uncut or one for one in chosen_kernel.kernels(torch.device("cuda"), torch.bfloat16)], ids=lambda kernel: kernel.name
 )
 @pytest.mark.parametrize(("keys", "kv_heads", "causal"), [(64, 2, True), (128, 2, False), (128, 8, False)])
 def test_gpu_kernels_take_and_give_what_they_should(kernel, keys, kv_heads, causal):

@@ -26,7 +26,7 @@ import longshift as ls
 from longshift.config_file import parse_config
 from longshift.documents.tokenizer import load
 from longshift.errors import CheckpointError, DataError
-from longshift.model.huggingface import INDEX, WeightFolder
+from longshift.model.weight_folder import INDEX, WeightFolder
 from longshift.spec.families import read_spec
 
 CHAT = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.errors import UsageError
-from longshift.model.decoder import rotary_table
 from longshift.model.functions import (
     WRITTEN_OUT,
     Elementwise,
@@ -22,6 +21,7 @@ from longshift.model.functions import (
     compiled,
     sliced_norm,
 )
+from longshift.model.rotary import rotary_table
 from longshift.spec.model import Rope
 
 EPS = 1e-6

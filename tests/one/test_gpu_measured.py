@@ -27,7 +27,9 @@ from longshift.errors import UsageError  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
 from longshift.model.packed_attention import LONG  # noqa: E402
 from longshift.simulate.calibrate import band_of_errors, by_steps  # noqa: E402
-from longshift.simulate.cost import Cost, Mesh, habits  # noqa: E402
+from longshift.simulate.cost import Cost  # noqa: E402
+from longshift.simulate.habits import habits  # noqa: E402
+from longshift.simulate.mesh import Mesh  # noqa: E402
 from longshift.simulate.rates import rates  # noqa: E402
 from longshift.spec.families import preset  # noqa: E402
 from longshift.spec.model import ModelSpec  # noqa: E402

@@ -33,7 +33,8 @@ from longshift.documents.batch import Document
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.model.decoder import Decoder, build_unit, embed_scale
-from longshift.model.huggingface import INDEX, TOKEN_IDS, FolderExtras, WeightFolder, write_folder
+from longshift.model.weight_folder import INDEX, WeightFolder
+from longshift.model.write_folder import TOKEN_IDS, FolderExtras, write_folder
 from longshift.spec.families import PRESETS, from_hugging_face, read_spec
 from longshift.spec.model import ModelSpec
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import longshift as ls
-from longshift.command_results import CommandResult, html_of
+from longshift.print_result import CommandResult, html_of
 from longshift.trainer.metrics import StepMetrics
 
 ROOT = Path(__file__).parents[2]

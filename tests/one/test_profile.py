@@ -25,7 +25,7 @@ from longshift.errors import UsageError
 from longshift.model import kernels
 from longshift.model.chosen_kernel import probe
 from longshift.profile import bench, run, time_attention, time_compute, time_copies, time_links
-from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
+from longshift.profile.bench import FEWEST, MOST, Bench, CurveSpec, curve_of
 from longshift.profile.report import FAMILIES, rate, show, si
 from longshift.reports.plan_page import write_profile
 
@@ -188,7 +188,7 @@ def test_short_operations_are_repeated_inside_one_timing(monkeypatch):
 
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: passed_s[0]))
     one = Bench(CPU, True)
-    curve = one.curves({"x": Plan((SampledSizes("n", (1,)),), lambda n: run)}, 0.0)["x"]
+    curve = one.curves({"x": CurveSpec((SampledSizes("n", (1,)),), lambda n: run)}, 0.0)["x"]
     assert len(calls) == 2 + FEWEST * math.ceil(one.least_s * 2**20)  # to warm, to see how long it takes, and the rounds
     assert len(calls) > 1000
     assert curve.seconds[0] == pytest.approx(2**-20)

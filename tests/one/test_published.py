@@ -13,7 +13,7 @@ from published import PUBLISHED, shrunk
 from safetensors.torch import load_file
 
 from longshift.errors import UsageError
-from longshift.model.huggingface import write_folder
+from longshift.model.write_folder import write_folder
 from longshift.spec.families import FAMILIES, PRESETS, from_hugging_face, to_hugging_face
 
 BOUND = 1e-10

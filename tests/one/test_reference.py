@@ -9,10 +9,11 @@ import pytest
 
 import longshift as ls
 from longshift import cli
-from longshift.config import Config, StageConfig
+from longshift.config import Config
 from longshift.errors import LongshiftError
 from longshift.layout import layout
 from longshift.layout.axes import AXES
+from longshift.train_config import StageConfig
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -16,7 +16,8 @@ from longshift.documents import trial
 from longshift.documents.sources import files, read
 from longshift.documents.tokenizer import load, train
 from longshift.errors import CheckpointError, DataError
-from longshift.model.huggingface import INDEX, WeightFolder, write_folder
+from longshift.model.weight_folder import INDEX, WeightFolder
+from longshift.model.write_folder import write_folder
 from longshift.spec.families import PRESETS, from_hugging_face, to_hugging_face
 
 SPEC = from_hugging_face(to_hugging_face(PRESETS["tiny-llama"]) | {"vocab_size": 64, "num_hidden_layers": 1})

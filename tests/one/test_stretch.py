@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
-from longshift.model.decoder import rotary_table
+from longshift.model.rotary import rotary_table
 from longshift.spec.families import from_hugging_face, preset, to_hugging_face
 from longshift.spec.model import Rope
 from longshift.spec.positions import beyond, replaced_scaling, stretched

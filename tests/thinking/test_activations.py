@@ -39,7 +39,7 @@ def bytes_of(way: Layout) -> int:
 
 @cache
 def seconds_of(way: Layout) -> float:
-    clock = Clock(shape(way), H100, Cost(SPEC, rates(H100, "bf16")), "bf16")
+    clock = Clock(shape(way), H100, Cost(SPEC, rates(H100, "bf16")))
     return clock.step([GroupPacks(way, (((TOKENS,),),) * way.dp)]).seconds
 
 

@@ -9,10 +9,10 @@ from longshift.cluster import files
 from longshift.cluster.cluster import Calibration, Cluster
 from longshift.cluster.files import cluster as named
 from longshift.cluster.network import collective_s
-from longshift.command_results import PlannedWay
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
+from longshift.layout_plan import PlannedWay
 from longshift.simulate.calibrate import BAND, ERROR, MOST, band_of_errors, by_steps
 from longshift.simulate.rates import rates
 from longshift.step_report import RunForecast, on_cluster

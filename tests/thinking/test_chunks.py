@@ -14,19 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshift.schedule.chunks import (
-    LANES,
-    Buffer,
-    BufferBytes,
-    Event,
-    Policy,
-    backward_events,
-    cut_chunks,
-    dependencies,
-    end_events,
-    first_key_chunks,
-    forward_events,
-)
+from longshift.schedule.block_events import Policy, backward_events, end_events, forward_events
+from longshift.schedule.chunks import BufferBytes, cut_chunks, first_key_chunks
+from longshift.schedule.event import LANES, Buffer, Event, dependencies
 from longshift.simulate.chunk_clock import timeline
 
 NAMES = ["x", "y", "q", "kv", "o", "dy", "dx", "do", "dq", "dkv", "dr", "qkv", "graph", "exchange", "dqkv", "o_tokens", "do_tokens"]

@@ -14,7 +14,9 @@ from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Ops
 from longshift.model.packed_attention import LONG
 from longshift.simulate.clock import Clock, GroupPacks
-from longshift.simulate.cost import OF_PRESETS, PASSES, Cost, Mesh, habits
+from longshift.simulate.cost import OF_PRESETS, PASSES, Cost
+from longshift.simulate.habits import habits
+from longshift.simulate.mesh import Mesh
 from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
@@ -191,7 +193,7 @@ def test_a_new_primitive_of_the_model_is_weighed_and_timed_without_a_word(monkey
     def seconds() -> list[float]:
         """Of matmuls forward and backward, of passes over memory forward, and of a step."""
         works = [cost.turn("block", turn, "block", Mesh(), tokens, tokens**2 / 2) for turn in ("forward", "backward")]
-        step = Clock(run, machine, cost, "bf16").step([GroupPacks(run.edges[0].use, (((tokens,),),))])
+        step = Clock(run, machine, cost).step([GroupPacks(run.edges[0].use, (((tokens,),),))])
         return [float(works[0].matmul_s), float(works[1].matmul_s), float(works[0].elementwise_s), step.seconds]
 
     before, seconds_before = run.pack_estimate(run.edges[0], 0, "gloo", True), seconds()

@@ -17,10 +17,13 @@ from longshift.planner.candidates import Candidates
 from longshift.planner.group_seconds import step_seconds
 from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
-from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _record_traffic
-from longshift.simulate.cost import Cost, habits
+from longshift.simulate.clock import Clock, GroupPacks, StepTime
+from longshift.simulate.cost import Cost
+from longshift.simulate.habits import habits
 from longshift.simulate.lanes import Begin, End, TimedWork, part, play
+from longshift.simulate.op_traffic import record_traffic
 from longshift.simulate.rates import FITTED, Constants, rates
+from longshift.simulate.stage_actions import HOST_BYTES_PER_S
 from longshift.spec import families
 from longshift.spec.formats import Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
@@ -184,7 +187,7 @@ def clock_of(
     spec, cluster, formats = families.preset("llama-3-8b"), files.preset(on), formats_of("bf16", wire=wire)
     way = Itinerary(spec, tuple(edges), links_of(cluster, 8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(way, tuple(edges), formats, 1 << 16, edges[-1].upto, home_in=HomeTiers(home))
-    return Clock(shape, cluster, Cost(spec, rates(cluster, constants=reached)), "bf16")
+    return Clock(shape, cluster, Cost(spec, rates(cluster, constants=reached)))
 
 
 def test_a_home_on_the_host_is_updated_beside_what_the_gpu_computes():
@@ -232,7 +235,7 @@ def test_a_ring_of_cpus_takes_the_cores_that_its_messages_need():
         machine = replace(here, devices_per_node=2, curves={**here.curves, "send node": sends, **cores})
         way = Itinerary(spec, edges, assumed(2), formats.compute_bytes, formats.home_bytes, SwitchOptions())
         cost = Cost(spec, rates(machine, "float32"))
-        clock = Clock(StepShape(way, edges, formats, 8192, 8192), machine, cost, "float32")
+        clock = Clock(StepShape(way, edges, formats, 8192, 8192), machine, cost)
         form = card(cost, edges[0].use, 1, (8192,))
         return clock.step([GroupPacks(edges[0].use, (((8192,),),))]).seconds, form[0]
 
@@ -279,7 +282,7 @@ def test_what_travels_is_known_without_what_operations_need_inside(texts: tuple[
     found = []
     for inside in (True, False):
         ledger = clock_of(edges, home=home).shape.ledger(0, "gloo" if on_cpu else "nccl", on_cpu, inside)
-        known = [one for visit in _record_traffic(ledger, visits, packs, on_cpu, None) for one in visit if one.op.kind != "compute"]
+        known = [one for visit in record_traffic(ledger, visits, packs, on_cpu, None) for one in visit if one.op.kind != "compute"]
         found.append([[getattr(one, name) for name in one.__slots__] for one in known])
     assert found[0] == found[1]
     assert len(found[0]) > 100
@@ -371,7 +374,7 @@ def test_chunks_take_what_a_whole_document_takes(cluster: str, tokens: int):
         formats = formats_of("bf16")
         way = Itinerary(spec, edges, assumed(1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
         shape = StepShape(way, edges, formats, 0, tokens)
-        return Clock(shape, machine, cost, "bf16").step([GroupPacks(edges[0].use, (((tokens,),),))]).seconds
+        return Clock(shape, machine, cost).step([GroupPacks(edges[0].use, (((tokens,),),))]).seconds
 
     whole, large, small = (seconds(layout) for layout in ("dp1", "chunk64K", "chunk16K"))
     assert 1.0 < large / whole < (1.35 if tokens < 100_000 else 1.07)

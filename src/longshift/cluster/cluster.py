@@ -194,13 +194,15 @@ class Cluster(Exact):
         """The machine with other figures, by the names in MOVED: so many times the rates of matmul,
         attention, memory, node (links inside) and network (links between), so many times the
         seconds of a launch."""
-        shares = {
-            name: share * constants.get(name.split()[0], 1.0) for name, share in self.shares.items()
-        }
+        shares = {}
+        for name, share in self.shares.items():
+            shares[name] = share * constants.get(name.split()[0], 1.0)
+
+        # A collective moves with its level of link, another operation with what its cores do.
         curves = {}
         for name, curve in self.curves.items():
-            words = name.split()
-            figure = words[1] if words[0] in OPERATIONS else RATES.get(words[0], "")
+            operation, *words = name.split()
+            figure = words[0] if operation in OPERATIONS else RATES.get(operation, "")
             curves[name] = curve.slower(1.0 / constants.get(figure, 1.0))
         device = replace(self.device, launch_s=self.device.launch_s * constants.get("launch", 1.0))
         return replace(self, shares=shares, curves=curves, device=device)
@@ -219,6 +221,7 @@ class Cluster(Exact):
         if stand_in is None:
             raise self._unknown(f"arithmetic in {dtype}")
 
+        # 1. The stand-in's curves under the name of the format.
         curves = dict(self.curves)
         for name, curve in self.curves.items():
             words = name.split()
@@ -227,6 +230,8 @@ class Cluster(Exact):
                 times = 1.0 if words[0] == "elementwise" else slowdown
                 new_name = " ".join(dtype if word == stand_in else word for word in words)
                 curves[new_name] = curve.slower(times)
+
+        # 2. Its peak, and the kernels that take it.
         rates = {**flops_per_s, dtype: flops_per_s[stand_in] / slowdown}
         backends = [replace(b, dtype=dtype) for b in self.backends if b.dtype == stand_in]
         return replace(
@@ -244,6 +249,8 @@ class Cluster(Exact):
         """
         if self.device.kind != "cpu" or ranks == self.devices_per_node:
             return self
+
+        # 1. Cores that the ranks want over those that there are.
         growth = ranks / self.devices_per_node
         cores = float(self.facts.get("cores", 0.0))
         threads = float(self.facts.get("threads", 0.0))
@@ -251,6 +258,7 @@ class Cluster(Exact):
         spare_factor = cores / (threads * self.devices_per_node) if threads else 1.0
         slowdown = max(growth / max(1.0, spare_factor), min(1.0, growth))
 
+        # 2. The machine as each of them sees it.
         slower = self.moved(dict.fromkeys(("matmul", "attention", "memory"), 1.0 / slowdown))
         device = replace(
             self.device,
@@ -288,6 +296,7 @@ class Cluster(Exact):
             for attention, curve in self._attentions(dtype, direction, causal).items()
             if backend in (None, attention.backend)
         }
+
         others = {key: curve for key, curve in curves.items() if key.backend != without}
         curves = others or curves
         if not curves:
@@ -341,10 +350,12 @@ class Cluster(Exact):
         """Attentions that were measured, and the curve of each."""
         curves = {}
         for name, curve in self.curves.items():
+            # As in `attention flash bf16 forward causal 32/8x128`.
             if name.startswith("attention "):
                 backend, dtype, direction, shape, heads = name.split()[1:6]
                 attention = AttentionOf(backend, dtype, direction, shape, Heads.parse(heads))
                 curves[attention] = curve
+
         return curves
 
     @cached_property
@@ -365,8 +376,11 @@ class Cluster(Exact):
         send_curve = self.curves.get(f"send {level}")
         if not cores_curve or not send_curve or not self.device.cores:
             return 1.0
+
+        # Cores that are busy while the message travels, over those that there are.
         size_bytes = cores_curve.axes[-1].sizes[-1]
         send_s = send_curve(2, size_bytes)
+
         return min(1.0, float(cores_curve(size_bytes) / self.device.cores / send_s))
 
     def copy_s(self, way: str, size_bytes: Number) -> np.ndarray:

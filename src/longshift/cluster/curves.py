@@ -29,11 +29,13 @@ class SampledSizes:
     power: float = 1.0
 
     def __post_init__(self) -> None:
+        # Sizes that ascend from 0 are positive too.
         sizes = np.asarray([0.0, *self.sizes])
         if len(sizes) < 2 or not np.all(np.isfinite(sizes)) or np.any(np.diff(sizes) <= 0):
             raise UsageError(
                 f"axis {self.name}: sizes {list(self.sizes)} must be positive and ascending"
             )
+
         if not 0 <= self.power < inf:
             raise UsageError(f"axis {self.name}: work cannot grow with the power {self.power}")
 
@@ -57,10 +59,11 @@ class Curve:
 
     @property
     def grid(self) -> np.ndarray:
-        """Seconds, one dim an axis."""
+        """Seconds, one dim an axis. Raises UsageError for more or fewer than there are points."""
         shape = tuple(len(axis.sizes) for axis in self.axes)
         seconds = np.asarray(self.seconds, dtype=float)
         count = np.prod(shape)
+
         if seconds.size != count:
             raise UsageError(
                 f"a curve over {self._names} has {count} points, but {seconds.size} seconds"

@@ -44,13 +44,18 @@ def cluster(text: str, fabric: str | None = None) -> Cluster:
 
 
 def _shaped(text: str) -> Cluster:
-    counts, name = re.fullmatch(r"((?:\d+x)*)(.*)", text, re.IGNORECASE | re.DOTALL).groups()  # pyright: ignore
-    if name.lower() not in presets() and (
-        Path(text).is_file() or not re.fullmatch(r"[\w-]*", name)
-    ):
+    match = re.fullmatch(r"((?:\d+x)*)(.*)", text, re.IGNORECASE | re.DOTALL)
+    assert match is not None  # both parts may be empty
+    counts, name = match.groups()
+
+    # 1. A file, unless a preset has its name.
+    is_path = Path(text).is_file() or not re.fullmatch(r"[\w-]*", name)
+    if name.lower() not in presets() and is_path:
         if counts and not Path(text).exists() and Path(name).is_file():
             raise UsageError(f"{text}: a profile says its own nodes and devices; write {name}")
         return load(Path(text))
+
+    # 2. A preset, of so many devices, or nodes and devices of each.
     machine = _named_preset(text, counts, name)
     numbers = [int(count) for count in re.findall(r"\d+", counts)]
     if not all(numbers) or len(numbers) > 2:
@@ -82,6 +87,7 @@ def _named_preset(text: str, counts: str, name: str) -> Cluster:
     names = presets()
     if name.lower() in names:
         return preset(name)
+
     family = [member for member in names if member.startswith(f"{name.lower()}-")]
     if name and family:
         spellings = " or ".join(counts + member for member in family)
@@ -134,7 +140,7 @@ def preset(name: str) -> Cluster:
 
 def fingerprint(facts: Mapping[str, object]) -> str:
     """Of hardware and software: equal facts, equal fingerprint."""
-    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+    return _digest(dict(facts))[:16]
 
 
 def figures(profile: Cluster) -> str:
@@ -171,11 +177,14 @@ def profile_of_host(
     change, such as links. Files that are damaged are passed over.
     """
     facts = host_facts(cores)
-    profiles = []
+    of_host = []
     # In the order of their names, so that of equal ones the same is chosen each time.
     for file in sorted((cache.expanduser() / "profiles").glob("*.json")):
         with suppress(UsageError):
-            profiles.append(load(file))
+            profile = load(file)
+            is_of_host = facts.items() <= profile.facts.items()
+            if is_of_host and kind in (None, profile.device.kind):
+                of_host.append(profile)
 
     def suitability(profile: Cluster) -> tuple[bool, ...]:
         return (
@@ -185,11 +194,6 @@ def profile_of_host(
             profile.facts.get("measured") == "full",
         )
 
-    of_host = [
-        profile
-        for profile in profiles
-        if facts.items() <= profile.facts.items() and kind in (None, profile.device.kind)
-    ]
     return max(of_host, key=suitability, default=None)
 
 
@@ -198,6 +202,7 @@ def save(profile: Cluster, path: Path) -> None:
     written."""
     body = encode(profile)
     header = {"format": FORMAT, "version": VERSION, "sha256": _digest(body)}
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         rewrite(path, json.dumps(header | body, indent=1) + "\n")
@@ -215,6 +220,7 @@ def encode(profile: Cluster) -> dict[str, Any]:
     if profile.calibration is None:
         del body["calibration"]
     body["curves"] = {name: asdict(curve) for name, curve in sorted(profile.curves.items())}
+    # As a file gives it back, with lists for tuples: digests are of that.
     return json.loads(json.dumps(body))
 
 
@@ -260,6 +266,7 @@ def decode(body: dict[str, Any]) -> Cluster:
     except ValidationError as fault:
         first = fault.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
     _check(profile)
     return profile
 
@@ -272,6 +279,7 @@ def decode_curves(values: Mapping[str, Any]) -> dict[str, Curve]:
 def constants(profile: Cluster) -> dict[str, float]:
     """Every constant by its path, such as `device.flops_per_s.bf16` or `links.node.latency_s`."""
     body = encode(profile)
+    # Of parts without curves, whose points are no constants.
     tree = {key: body[key] for key in ("device", "host_bytes", "disk", "links", "shares")}
     flat: dict[str, float] = {}
 
@@ -293,6 +301,7 @@ def _check(profile: Cluster) -> None:
     wrong = [f"shares.{name}" for name in SHARES if not 0 < profile.shares.get(name, 0) <= 1]
     if profile.calibration is not None:
         positive["calibration.band"] = profile.calibration.band
+        # A name that no calibration may move counts as 0, which is refused.
         for name, value in profile.calibration.constants.items():
             positive[f"calibration.{name}"] = value if name in MOVED else 0.0
     wrong += [path for path, value in positive.items() if not 0 < value < math.inf]

@@ -33,7 +33,10 @@ def cpu_name() -> str:
 
 def core_count() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # macOS and Windows do not tell which these are.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def core_quota() -> float | None:
@@ -41,6 +44,7 @@ def core_quota() -> float | None:
     or no such thing."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        # A line without controllers is of cgroup v2; lines of v1 name theirs.
         for _, controllers, path in groups:
             if controllers == "":
                 folder = Path("/sys/fs/cgroup") / path.strip("/")

@@ -51,9 +51,9 @@ class Fabric:
             across_bytes_per_s = np.minimum(self.network_bytes_per_s, self.node_bytes_per_s)
             rate = np.where(nodes > 1, across_bytes_per_s, self.node_bytes_per_s)
             latency_s = np.where(nodes > 1, self.network_latency_s, self.node_latency_s)
-            return np.asarray(
-                np.where(ranks > 1, self.begin_s + latency_s + size_bytes / rate, 0.0)
-            )
+            seconds = self.begin_s + latency_s + size_bytes / rate
+            return np.where(ranks > 1, seconds, 0.0)
+
         hops_s = (ranks - nodes) * self.node_latency_s + (nodes - 1) * self.network_latency_s
         if operation == "all_to_all":
             between_s = size_bytes * (ranks - inside) / ranks / self.network_bytes_per_s
@@ -62,8 +62,11 @@ class Fabric:
         else:
             cards = np.where(nodes > 1, inside * self.network_bytes_per_s, np.inf)
             wire_s = size_bytes * (ranks - 1) / ranks / np.minimum(self.node_bytes_per_s, cards)
+
+        # An all-reduce is a reduce-scatter and an all-gather, which begin once.
         times = 2 if operation == "all_reduce" else 1
-        return np.asarray(np.where(ranks > 1, self.begin_s + times * (hops_s + wire_s), 0.0))
+        seconds = self.begin_s + times * (hops_s + wire_s)
+        return np.where(ranks > 1, seconds, 0.0)
 
 
 NO_LINK = Link(float("inf"), 0.0)  # of one device: nothing travels
@@ -134,4 +137,4 @@ def collective_s(
                 seconds = np.where(is_like_it, group_s, seconds)
     elif "network" in cluster.links:
         seconds = np.where(is_over_nodes, np.maximum(seconds, by_constants), seconds)
-    return np.asarray(np.where(ranks > 1, seconds, 0.0))
+    return np.where(ranks > 1, seconds, 0.0)

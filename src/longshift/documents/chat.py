@@ -130,9 +130,12 @@ def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
             raise BadRecord(
                 f"message {number}: {name} is {value!r}, where 0 or 1, true or false is needed"
             )
-    if len({bool(value) for value in flags.values()}) > 1:
+
+    # Trainers have different fields for this, and a message may have those of several.
+    verdicts = {bool(value) for value in flags.values()}
+    if len(verdicts) > 1:
         raise BadRecord(f"message {number}: {' and '.join(flags)} do not say the same")
-    return next((bool(value) for value in flags.values()), None)
+    return next(iter(verdicts), None)
 
 
 def _render(chat: Chat, learn: Learn, notes: RecordNotes) -> RenderedConversation:
@@ -178,18 +181,21 @@ def _message(entry: object, number: int) -> dict[str, Any]:
         )
     message = _rename_fields(_without_null_fields(entry), which)
 
+    # 1. Who speaks.
     role = message.get("role")
     if role not in _ROLES:
         known_role = _ROLE_ALIASES.get(role) if isinstance(role, str) else None
         hint = f"; write {known_role}" if known_role else did_you_mean(str(role), _ROLES)
         raise BadRecord(f"{which} has the role {role!r}{hint}")
 
+    # 2. What is said, or called.
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRecord(f"{which}: tool_calls is {_kind(calls)}, where a list of objects is needed")
     if "content" not in message and not calls:
         raise BadRecord(f"{which} has no content")
 
+    # Templates expect a content, also beside calls.
     message["content"] = _join_parts(message.get("content", ""), which)
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
@@ -207,11 +213,11 @@ def _rename_fields(message: dict[str, Any], which: str) -> dict[str, Any]:
         raise BadRecord(
             f"{which} is from {speaker!r}{did_you_mean(str(speaker), list(_SHAREGPT_ROLES))}"
         )
+    # Fields stay in their order, in which templates may write them.
     new_names = {"from": "role", "value": "content"}
-    return {
-        new_names.get(name, name): role if name == "from" else value
-        for name, value in message.items()
-    }
+    renamed = {new_names.get(name, name): value for name, value in message.items()}
+    renamed["role"] = role
+    return renamed
 
 
 def _join_parts(content: object, which: str) -> str:

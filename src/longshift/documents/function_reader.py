@@ -96,11 +96,14 @@ def _call(function: object, text: str) -> Iterable[object]:
 
 def _document(item: object, where: str) -> Record | TokenIds:
     """The document of an item. Raises DataError for one that is none."""
+    # 1. Which kind of document it is: one field says so.
     record = {"text": item} if isinstance(item, str) else item
     kinds = [kind for kind in _BESIDE if kind in record] if isinstance(record, Mapping) else []
     if not isinstance(record, Mapping) or len(kinds) != 1:
         raise DataError(f"{where}: {shown(item)} is no document, where {_EXPECTED} is expected")
     kind = kinds[0]
+
+    # 2. Its fields. Others are counted as not read, but beside ids nothing else may be.
     names = [name for name in (kind, *_BESIDE[kind]) if name in record]
     if kind == "ids":
         if len(record) > len(names):

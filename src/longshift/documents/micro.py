@@ -15,8 +15,9 @@ from torch import Tensor
 from longshift.documents.batch import Document
 from longshift.layout import axes
 from longshift.layout.layout import Layout
-from longshift.model.decoder import MicroBatch, on_device, rotary_table
+from longshift.model.decoder import MicroBatch
 from longshift.model.loss import IGNORE
+from longshift.model.rotary import rotary_table
 from longshift.schedule.chunks import cut_chunks
 from longshift.schedule.sequence import PADDING, Run, TokenOrder, pack_order
 from longshift.spec.model import ModelSpec
@@ -159,7 +160,11 @@ def place_pack(
 
 
 def _to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    return on_device(values if isinstance(values, Tensor) else torch.from_numpy(values), device)
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # Memory that is not pinned would make the host wait for the device.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class ChunkedPack:

@@ -39,13 +39,18 @@ class Fields:
         for field in self.needed:
             if field not in names:
                 raise DataError(f"{where}: {_no_field(field, names)}")
+
         optional = OPTIONAL if self.nested else ()
-        selected = [*self.needed, *(field for field in optional if field in names)]
+        present = [field for field in optional if field in names]
+        selected = [*self.needed, *present]
+        # Tables may have two columns of one name, and which one is meant is not known.
         for field in selected:
             count = names.count(field)
             if count > 1:
                 raise DataError(f"{where}: {field!r} is the name of {count} columns")
-        return selected, tuple(name for name in names if name not in selected)
+
+        unread = tuple(name for name in names if name not in selected)
+        return selected, unread
 
 
 class Record(NamedTuple):
@@ -154,6 +159,7 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
         raise DataError(
             f"{path}: has more than {_LINE_LIMIT_BYTES} bytes; write such an array as JSON lines"
         )
+
     text = _decode(data.removeprefix(UTF8_MARK), path, 0)
     entries = _parse_json(text, path, None)
     if isinstance(entries, dict):
@@ -163,6 +169,7 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
             f"{path}: holds one JSON object; records are an array of objects{hint}, or one object a"
             " line"
         )
+
     if not isinstance(entries, list) or not entries:
         kind = "an empty array" if entries == [] else type(entries).__name__
         raise DataError(f"{path}: holds {kind}, where an array of objects is needed")
@@ -220,6 +227,7 @@ def _read_arrow(path: str, fields: Fields) -> Iterator[Record]:
             yield from _read_batches(path, table.schema.names, fields, batches)
             return
     except pa.ArrowInvalid as error:
+        # A stream has no mark of its own, so what is no file is read as one.
         if "Not an Arrow file" not in str(error):
             raise
     yield from _read_streams(path, [Path(path)], fields)
@@ -258,13 +266,15 @@ def _stream_names(state: Path) -> list[str]:
 
 
 def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterator[Record]:
-    row = 0
+    row = 0  # rows are counted over all streams
+
     for stream in streams:
         try:
             with pa.memory_map(str(stream)) as data, pa.ipc.open_stream(data) as batches:
                 for record in _read_batches(path, batches.schema.names, fields, batches, row):
                     yield record
                     row += 1
+        # Names of columns that are not UTF-8 are a UnicodeDecodeError.
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(f"{stream}: cannot be read as an Arrow stream: {error}") from error
 

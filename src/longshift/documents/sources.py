@@ -204,6 +204,7 @@ def _add_blocks(digest: "hashlib._Hash", path: Path, size: int) -> None:
     step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
     last_begin = max(0, size - _BLOCK_BYTES)
     begins = sorted({*range(0, size, step), last_begin})
+
     with open(path, "rb") as file:
         for begin in begins:
             file.seek(begin)
@@ -240,13 +241,16 @@ def _document(file: File, record: Record, notes: RecordNotes) -> Text:
     if file.learn is None:
         return _text(values[0], record.where, file.fields[0])
 
-    extra = {name: record.fields[name] for name in OPTIONAL if record.fields.get(name) is not None}
+    optional = {name: record.fields.get(name) for name in OPTIONAL}
+    extra = {name: value for name, value in optional.items() if value is not None}
     day = file.mtime_ns / 1e9  # for templates that write the date: tokens must not depend on today
     try:
         rendered = render_record(values, extra, file.learn, day, notes)
     except (BadRecord, RecursionError) as fault:
         fields = " and ".join(map(repr, file.fields))
         raise DataError(f"{record.where}: {fields}: {fault}") from None
+
+    # A template has written the special tokens of messages; text has none yet.
     text = _text(rendered.text, record.where, file.fields[0])
     return replace(text, learned=rendered.learned, rendered=not isinstance(values[0], str))
 
@@ -280,11 +284,13 @@ def _read_function(file: File, notes: RecordNotes) -> Iterator[Text | TokenIds]:
         if isinstance(item, TokenIds):
             yield item
             continue
+        # Each item says by its fields what it is, so that one function may return both.
         notes.add(UNREAD, item.unread)
         if "messages" in item.fields:
-            yield _document(replace(file, fields=("messages",)), item, notes)
+            form = replace(file, fields=("messages",))
         else:
-            yield _document(replace(file, fields=("text",), learn=None), item, notes)
+            form = replace(file, fields=("text",), learn=None)
+        yield _document(form, item, notes)
 
 
 def _text(value: object, where: str, field: str) -> Text:

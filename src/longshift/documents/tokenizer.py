@@ -61,6 +61,8 @@ class Tokenizer:
         Targets of a text have a character that is learned; end of text is one where the token
         before it is. Raises DataError for an id that is no token."""
         texts = [item.text for item in documents if isinstance(item, Text) and item.learned is None]
+
+        # Plain texts are encoded together, which the library does on several cores.
         encoded = iter(self.encode(texts))
         for document in documents:
             if isinstance(document, TokenIds):

@@ -20,10 +20,9 @@ import hashlib
 import json
 import platform
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -37,6 +36,7 @@ from longshift.documents.record_notes import RecordNotes
 from longshift.documents.sources import File, SkippedFile, Text, files, read, unchanged
 from longshift.documents.template import ChatTemplate, read_template
 from longshift.documents.template_process import TemplateProcess
+from longshift.documents.token_counts import TokenCounts
 from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import DataError
 from longshift.files import publish
@@ -175,7 +175,8 @@ class TokenCache:
         if file.format not in _UNITS:
             return file.path
         unit, first = _UNITS[file.format]
-        return f"{file.path}, {unit} {document - (ends[number] - file.documents) + first}"
+        first_document = ends[number] - file.documents
+        return f"{file.path}, {unit} {document - first_document + first}"
 
 
 def build(
@@ -234,28 +235,6 @@ def _template(
         raise
 
 
-@dataclass
-class _Counts:
-    """What is counted while tokens are written. Mutable.
-
-    `lengths`: of each document. `documents`: of each file. `learned`, `targets`: by source, tokens
-    that are learned and those that could be. `masked`: sources whose documents have masks.
-    """
-
-    lengths: list[int] = field(default_factory=list)
-    documents: Counter[int] = field(default_factory=Counter)
-    learned: Counter[int] = field(default_factory=Counter)
-    targets: Counter[int] = field(default_factory=Counter)
-    masked: set[int] = field(default_factory=set)
-
-    def add(self, file_index: int, source: int, mask: np.ndarray) -> None:
-        """Count a document. Its first token is no target."""
-        self.lengths.append(len(mask))
-        self.documents[file_index] += 1
-        self.learned[source] += int(mask[1:].sum())
-        self.targets[source] += len(mask) - 1
-
-
 def _write(
     sources: Sequence[Source],
     inputs: Sequence[tuple[int, File]],
@@ -264,45 +243,27 @@ def _write(
     progress: Progress,
     folder: Path,
 ) -> None:
+    """Write all files of a cache into `folder`."""
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
-    empty_tokens = len(tokenizer.encode([""])[0])
-    may_have_mask = any(file.learn for _, file in inputs)
 
     # 1. Tokens and masks of all documents.
-    counts = _Counts()
     skipped: list[tuple[str, str]] = []
-    with (
-        open(folder / "tokens.bin", "wb") as token_file,
-        open(folder / MASK, "wb") as mask_file,
-        TemplateProcess(chat) if chat else nullcontext() as template,
-    ):
+    with TemplateProcess(chat) if chat else nullcontext() as template:
         notes = [RecordNotes(template) for _ in sources]
-        for batch in _batches(_texts(inputs, notes, skipped, progress)):
-            encoded = tokenizer.encode_documents([document for _, document in batch])
-            for (file_index, document), (ids, mask) in zip(batch, encoded):
-                source, _ = inputs[file_index]
-                if isinstance(document, Text) and len(ids) == empty_tokens:
-                    reason = f"the tokenizer finds no token in {_size(document)} characters of text"
-                    raise DataError(f"{document.where}: {reason}")
-                token_file.write(np.array(ids, dtype).tobytes())
-                if mask is None:
-                    mask = np.ones(len(ids), bool)
-                else:
-                    counts.masked.add(source)
-                if may_have_mask:
-                    mask_file.write(mask.astype("u1").tobytes())
-                counts.add(file_index, source, mask)
+        documents = _texts(inputs, notes, skipped, progress)
+        counts = _write_documents(folder, inputs, documents, tokenizer, dtype)
 
     # 2. Checks that need all of them.
     if not counts.lengths:
         raise DataError("the sources of data.train hold no document")
     if counts.masked:
-        _check_masks(inputs, counts)
+        counts.check_masks(inputs)
     else:
         (folder / MASK).unlink()
 
     # 3. The manifest comes last: it has the hashes of the other files.
     np.array([0, *accumulate(counts.lengths)], "<i8").tofile(folder / "offsets.bin")
+    names = [*FILES, MASK] if counts.masked else FILES
     body = {
         "format": _FORMAT,
         "dtype": dtype.str,
@@ -315,48 +276,53 @@ def _write(
             for source, source_notes in zip(sources, notes)
             for sentence in source_notes.sentences()
         ],
+        "sha256": {name: _sha256(folder / name) for name in names},
+        "files": [
+            {**asdict(file), "source": source, "documents": counts.documents[file_index]}
+            for file_index, (source, file) in enumerate(inputs)
+        ],
     }
-    _write_manifest(folder, body, inputs, counts)
-
-
-def _write_manifest(
-    folder: Path, body: dict[str, Any], inputs: Sequence[tuple[int, File]], counts: _Counts
-) -> None:
-    """Write what the tokens were made from, with the hashes of the files that hold them."""
-    names = [*FILES, MASK] if counts.masked else FILES
-    body["sha256"] = {name: _sha256(folder / name) for name in names}
-    body["files"] = [
-        {**asdict(file), "source": source, "documents": counts.documents[file_index]}
-        for file_index, (source, file) in enumerate(inputs)
-    ]
     text = json.dumps({"sha256": _digest(body), "body": body}, indent=1)
     (folder / "manifest.json").write_text(text + "\n")
+
+
+def _write_documents(
+    folder: Path,
+    inputs: Sequence[tuple[int, File]],
+    documents: Iterable[tuple[int, Text | TokenIds]],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+) -> TokenCounts:
+    """Write the tokens of documents, and a mask where a file may have one. Raises DataError for a
+    text without tokens."""
+    counts = TokenCounts()
+    # A tokenizer adds its special tokens to an empty text, too.
+    empty_tokens = len(tokenizer.encode([""])[0])
+    may_have_mask = any(file.learn for _, file in inputs)
+    with open(folder / "tokens.bin", "wb") as token_file, open(folder / MASK, "wb") as mask_file:
+        for batch in _batches(documents):
+            encoded = tokenizer.encode_documents([document for _, document in batch])
+            for (file_index, document), (ids, mask) in zip(batch, encoded):
+                source, _ = inputs[file_index]
+                if isinstance(document, Text) and len(ids) == empty_tokens:
+                    reason = f"the tokenizer finds no token in {_size(document)} characters of text"
+                    raise DataError(f"{document.where}: {reason}")
+                token_file.write(np.array(ids, dtype).tobytes())
+
+                # A file of masks has one for every document, so others get ones.
+                if mask is None:
+                    mask = np.ones(len(ids), bool)
+                else:
+                    counts.masked.add(source)
+                if may_have_mask:
+                    mask_file.write(mask.astype("u1").tobytes())
+                counts.add(file_index, source, mask)
+    return counts
 
 
 def _size(document: Text | TokenIds) -> int:
     """Characters of a text, or tokens."""
     return len(document.text if isinstance(document, Text) else document.ids)
-
-
-def _check_masks(inputs: Sequence[tuple[int, File]], counts: _Counts) -> None:
-    """Raises DataError for a source of conversations of which nothing is learned, or everything."""
-    # Reversed, the first file of each source is the one that the dict keeps.
-    for source, file in dict(reversed(inputs)).items():
-        total = counts.targets[source]
-        learned = counts.learned[source]
-        if source not in counts.masked:
-            continue
-        if learned == 0:
-            raise DataError(
-                f"{file.path}: not one of {total} tokens would be learned; look at them with"
-                " longshift data CONFIG"
-            )
-        is_chosen = file.format != "function" and file.learn in ("assistant", "last")
-        if is_chosen and learned == total:
-            raise DataError(
-                f"{file.path}: all {total} tokens would be learned, not only what the assistant"
-                " says: the template marks everything; to mean that, write learn: all"
-            )
 
 
 def _texts(

@@ -43,15 +43,18 @@ class AutoLayout:
                 f"auto: {shown(settings)}: write what is fixed, as in {{auto: {{ranks: 8, tp: [1,"
                 " 2, 4]}}",
             )
+
         words = ("ranks", *DEGREES)
         for word in settings:
             if word not in words:
                 hint = did_you_mean(str(word), words)
                 raise UsageError(f"auto: {str(word)[:80]}: nothing that can be fixed{hint}")
+
         numbers = {word: _numbers(word, settings[word]) for word in DEGREES if word in settings}
         ranks = _numbers("ranks", settings["ranks"]) if "ranks" in settings else ()
         if len(ranks) > 1:
             raise UsageError(f"auto: ranks: one number, not {shown(settings['ranks'])}")
+
         return cls(next(iter(ranks), None), tuple(numbers.items()))
 
     def to_json(self) -> Any:
@@ -83,6 +86,8 @@ def current_words(text: str) -> str:
     if "keep-input" in words and "fpdt" not in words and not re.search(r"\bevery\d", text):
         text = re.sub(r"\b(chunk[^.]+)", r"\1.every1", text)
     text = text.replace("recompute-attention", "recompute-full")
+
+    # What these words asked for changes no number, and is no choice today.
     words = [word for word in text.split(".") if not re.fullmatch(WITHOUT_EFFECT, word)]
     return ".".join(words) or "dp1"
 

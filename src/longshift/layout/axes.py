@@ -122,7 +122,7 @@ class Degrees(Generic[Degree]):
     """What follows from a degree for each axis: numbers of one layout, or arrays of many."""
 
     def degree(self, axis: str) -> Degree:
-        """The degree of an axis, by its name."""
+        """The degree of an axis, by its name. Raises NotImplementedError: subclasses know it."""
         raise NotImplementedError
 
     def ranks_along(self, along: Iterable[Axis]) -> Degree:

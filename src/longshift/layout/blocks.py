@@ -39,7 +39,7 @@ def scales_of(box: Box) -> Box:
     """The blocks that a box has a part of, each one element of a tensor of scales."""
     first = box.start[-1] // BLOCK
     stop = _ceil_block(box.stop[-1]) if box else first
-    return Box((*box.start[:-1], first), (*box.stop[:-1], stop))
+    return box.cut(len(box.start) - 1, first, stop)
 
 
 def blocks_starting_in(box: Box) -> Box:
@@ -48,7 +48,7 @@ def blocks_starting_in(box: Box) -> Box:
         return scales_of(box)
     first = _ceil_block(box.start[-1])
     stop = max(first, _ceil_block(box.stop[-1]))
-    return Box((*box.start[:-1], first), (*box.stop[:-1], stop))
+    return box.cut(len(box.start) - 1, first, stop)
 
 
 def _ceil_block(element: int) -> int:
@@ -72,7 +72,7 @@ def widen_to_blocks(box: Box, shape: tuple[int, ...]) -> Box:
     scales = scales_of(box)
     start = scales.start[-1] * BLOCK
     stop = min(scales.stop[-1] * BLOCK, shape[-1])
-    return Box((*box.start[:-1], start), (*box.stop[:-1], max(start, stop)))
+    return box.cut(len(box.start) - 1, start, max(start, stop))
 
 
 @dataclass(frozen=True)

@@ -181,9 +181,10 @@ def trained_elements(spec: ModelSpec, buckets: Iterable[Bucket], rank: int) -> d
     for bucket in buckets:
         if not bucket.frozen:
             elements[bucket.unit] += bucket.kept(rank)
-    return {
-        unit: elements[unit] for unit in sorted(elements, key=lambda unit: place_of(spec, unit))
-    }
+
+    # The tied embedding has the last number, and the first place.
+    units = sorted(elements, key=lambda unit: place_of(spec, unit))
+    return {unit: elements[unit] for unit in units}
 
 
 def early_units(tiers: Mapping[int, Tier], elements: Mapping[int, int]) -> frozenset[int]:

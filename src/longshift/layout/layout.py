@@ -115,9 +115,9 @@ class Layout(Degrees[int]):
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole
     pack, AUTO: see there. `offload`: the memory where what a backward needs waits, under recompute
-    full or in chunks; `kv` and `schedule` of a chunked one: see `schedule.chunks`; `every`: see
-    `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`: degrees of axes
-    without a field, by name.
+    full or in chunks; `kv` and `schedule` of a chunked one: see `schedule.block_events`;
+    `every`: see `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`:
+    degrees of axes without a field, by name.
 
     Raises UsageError for text that is no layout, and for text with other fields beside it.
     """
@@ -199,9 +199,10 @@ class Layout(Degrees[int]):
         for name, degree in degrees.items():
             values = by_field if hasattr(self, name) else extra
             values[name] = degree
-        return replace(
-            self, **by_field, extra=tuple(sorted(item for item in extra.items() if item[1] != 1))
-        )
+
+        # Equal layouts have equal `extra`: sorted, and without what 1 says anyway.
+        kept = [(name, degree) for name, degree in extra.items() if degree != 1]
+        return replace(self, **by_field, extra=tuple(sorted(kept)))
 
     def __str__(self) -> str:
         words = []
@@ -263,9 +264,11 @@ class Layout(Degrees[int]):
             raise UsageError(
                 f"rank {rank} is outside layout {self}, which has ranks 0 to {self.world - 1}",
             )
+
         places = {}
         for axis in axes.names():  # the first varies fastest over ranks
             rank, places[axis] = divmod(rank, self.degree(axis))
+
         extra = {axis: places.pop(axis) for axis in axes.names() if axis not in _AXIS_FIELDS}
         return Coord(**places, extra=tuple(extra.items()))
 
@@ -290,6 +293,7 @@ class Layout(Degrees[int]):
             places = range(degree) if axis in along else [of // stride % degree]
             ranks = [stride * place + rank for place in places for rank in ranks]
             stride *= degree
+
         return tuple(ranks)
 
     def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
@@ -307,6 +311,7 @@ class Layout(Degrees[int]):
         sizes = self.stages
         if not sizes:
             return tuple(share(layers, num_stages, i) for i in range(num_stages))
+
         if len(sizes) != num_stages or sum(sizes) != layers:
             raise UsageError(
                 f"layout {self}: stages {sizes} must be {num_stages} numbers that add up to"
@@ -321,6 +326,8 @@ class Layout(Degrees[int]):
         chunks = []
         for stage in range(pp, len(spans), self.pp):
             start, stop = spans[stage]
+
+            # Unit 0 is the embeddings, so that block n is unit n + 1.
             units = list(range(start + 1, stop + 1))
             if stage == 0:
                 units.insert(0, 0)  # the embeddings

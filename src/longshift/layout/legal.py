@@ -77,6 +77,7 @@ def _degree_faults(layout: Layout) -> Iterator[str]:
     for name, degree in degrees.items():
         if degree < 1:
             yield f"{name} is {degree}: a degree is at least 1"
+
     if not 0 <= layout.zero <= 3:
         yield f"zero is {layout.zero}: it is 0, 1, 2 or 3"
 
@@ -160,6 +161,8 @@ def _tensor_faults(spec: ModelSpec, layout: Layout) -> Iterator[Fault]:
             shares = f"tp{tp} shares {count} {noun} among {tp} ranks"
             reason = f"{shares}, which leaves some none: at most tp{count}"
             yield Fault(f"tp above {count} {noun}", reason)
+
+    # A head on two ranks would count twice where the norm adds up their squares.
     keys = spec.kv_heads
     if spec.keys_stay_whole and tp <= spec.heads and keys % tp:
         works = max(degree for degree in range(1, tp) if keys % degree == 0)
@@ -347,6 +350,8 @@ def _chunk_faults(layout: Layout, max_tokens: int | None, pack_tokens: int | Non
     if chunk <= 0 or max_tokens is None:
         return
     pack_tokens = max(max_tokens, pack_tokens or 0)
+
+    # Chunks pair inside their document: each of the pack's with at most `document_chunks`.
     document_chunks = -(-max_tokens // chunk)
     pack_chunks = -(-pack_tokens // chunk)
     if document_chunks * pack_chunks > MAX_CHUNKS**2:

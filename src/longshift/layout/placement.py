@@ -197,11 +197,13 @@ def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]
     the others."""
     pp = layout.coord(rank).pp
     pieces = []
+    # Stages are asked first: most weights are on others, and pieces of all take long to make.
     for param in spec.params:
         if pp in stages_of(spec, layout, param):
             for piece in pieces_of(spec, layout, param):
                 if _has_rank(piece.holders, rank):
                     pieces.append((param, piece))
+
     return _group_pieces(spec, layout, pieces)
 
 
@@ -253,11 +255,13 @@ def assemble(box: Box, local: Iterable[Box], dim: int | None) -> tuple[slice, ..
     for part in local:
         if box in part:
             slices = list(box.within(part))
+            # Boxes before this one lie before it in the tensor, whatever their coordinates.
             if dim is not None:
                 span = slices[dim]
                 slices[dim] = slice(span.start + offset, span.stop + offset)
             return tuple(slices)
         offset += part.shape[dim] if dim is not None else 0
+
     raise ValueError(f"{box} is in none of the rank's boxes")
 
 
@@ -291,11 +295,13 @@ def _holders(layout: Layout, pps: tuple[int, ...], cuts: tuple[int, ...]) -> tup
     # Cuts vary fastest over ranks, stages slowest.
     weight_ranks = layout.weight_ranks
     num_copies = layout.world // layout.pp // weight_ranks
+
     ranks = []
     for pp in pps:
         for copy in range(num_copies):
             first = weight_ranks * (copy + num_copies * pp)
             ranks += [first + cut for cut in cuts]
+
     return tuple(sorted(ranks))
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from longshift.layout.placement import kernel_kv_heads
-from longshift.model.kernels import Kernel, add_up, copy_each, merge
+from longshift.model.functions import accum_dtype
+from longshift.model.kernels import Kernel, add_up, copy_each, empty_output, merge
 from longshift.model.packed_attention import LONG, PackedKernel, banded, ends_of
 from longshift.schedule.windows import Mask, pieces
 
@@ -74,11 +75,13 @@ class Attention:
             token = rows.stop
         return calls
 
-    def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def output_and_lse(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack: those that are `kept`, or computed."""
+        # Autograd takes the output that a forward returns for its own, so it gets a new one.
         if self.kept:
             out, lse = self.kept
             return out.detach(), lse
+
         out, lse = compute()
         if self.kept is not None:
             self.kept.extend((out, lse))
@@ -183,7 +186,9 @@ class PackedAttention(torch.autograd.Function):
     ):
         if ends is None and attention.packed(lengths, window):
             ends = ends_of(lengths, q.device)
-        out, lse = attention.whole(lambda: _forward(q, k, v, lengths, window, attention, ends))
+        out, lse = attention.output_and_lse(
+            lambda: _forward(q, k, v, lengths, window, attention, ends)
+        )
         ctx.save_for_backward(q, k, v, *(() if attention.again else (out, lse)))
         ctx.lengths = lengths
         ctx.window = window
@@ -202,7 +207,9 @@ class PackedAttention(torch.autograd.Function):
         is_band = banded(ctx.lengths, window) and not calls[0].packed
         is_copied = len(calls) > 1 or is_band
         totals = [torch.empty_like(t) for t in (q, k, v)] if is_copied else []
+
         for call in calls:
+            # 1. Output and log-sum-exp, as kept or computed again.
             call_grad, call_q, call_k, call_v = (t[call.rows] for t in (grad, q, k, v))
             if results:
                 out, lse = (t[call.rows] for t in results)
@@ -210,6 +217,8 @@ class PackedAttention(torch.autograd.Function):
                 out, lse = _forward(
                     call_q, call_k, call_v, call.lengths, window, attention, call.ends
                 )
+
+            # 2. Gradients.
             call_grads = _backward(
                 call_grad, call_q, call_k, call_v, out, lse, call, window, attention
             )
@@ -267,9 +276,7 @@ def _forward(
     if len(calls) == 1 and calls[0].packed:
         return calls[0].packed.forward(q, k, v, ends, lengths, window, attention.scale)
 
-    sum_dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:2], dtype=sum_dtype)
+    out, lse = empty_output(q, q.dtype)
     for call in calls:
         call_q, call_k, call_v, call_out, call_lse = (t[call.rows] for t in (q, k, v, out, lse))
         if call.packed:
@@ -285,7 +292,7 @@ def _forward(
             attention.fold(call_out, call_lse, call_q, call_k, call_v, mask="causal", first=True)
         else:
             # Several pieces add to the same rows, so they are summed in at least float32.
-            sums = call_out.to(sum_dtype)
+            sums = call_out.to(accum_dtype(q))
             for queries, keys, mask in _pieces(len(call_q), window):
                 attention.fold(
                     sums[queries],
@@ -312,9 +319,7 @@ def _windowed_backward(
     attention: Attention,
 ) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv) of a run longer than its window, in at least float32."""
-    dq, dk, dv = (
-        torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v)
-    )
+    dq, dk, dv = (torch.zeros_like(t, dtype=accum_dtype(t)) for t in (q, k, v))
     for queries, keys, mask in _pieces(len(q), window):
         totals = dq[queries], dk[keys], dv[keys]
         attention.add(

@@ -41,9 +41,9 @@ LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)
 def probe(
     kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS
 ) -> Backend:
-    """Run a kernel on small inputs, of one that is cut the `whole` one, against its definition in
+    """Run a kernel on small inputs, of one that is cut the `uncut` one, against its definition in
     float64. `name` of the dtype."""
-    kernel = kernel.whole or kernel
+    kernel = kernel.uncut or kernel
     scale = heads.width**-0.5
 
     # 1. By definition: the attention of some queries to their own keys, and a larger one that these
@@ -215,8 +215,12 @@ def _seconds(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.dev
     try:
         forward = partial(kernel.forward, q, k, v, False, scale)
         backward = gradients(kernel, grad, q, k, v, False, scale)
-        timers = [Timer("run()", globals={"run": run}) for run in (forward, backward)]
-        return sum(timer.blocked_autorange(min_run_time=SECONDS).median for timer in timers)
+        seconds = 0.0
+        for run in (forward, backward):
+            timer = Timer("run()", globals={"run": run})
+            seconds += timer.blocked_autorange(min_run_time=SECONDS).median
+        return seconds
+    # Memory may not suffice for so many tokens.
     except RuntimeError:
         return float("inf")
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longshift.model.kernels import Kernel, add_up, merge
+from longshift.model.kernels import Kernel, add_up, empty_output, merge
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Multiples:
         """Out, in the format of q, and lse."""
         if self.fits(q, k):
             return self.kernel.forward(q, k, v, causal, scale)
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        out, lse = empty_output(q, q.dtype)
         self.fold(out, lse, q, k, v, causal, scale, first=True)
         return out, lse
 
@@ -123,9 +122,12 @@ class Multiples:
         for rows in self._split(len(q)):
             parts = []
             for keys in self._split(len(k)):
-                if not causal or keys.start <= rows.start:
-                    kernel = self.kernel if self.fits(q[rows], k[keys]) else self.rest
-                    parts.append((keys, kernel, causal and keys == rows))
+                # Under a causal mask no query sees keys that begin after it.
+                if causal and keys.start > rows.start:
+                    continue
+                kernel = self.kernel if self.fits(q[rows], k[keys]) else self.rest
+                hides_later = causal and keys == rows
+                parts.append((keys, kernel, hides_later))
             yield rows, parts
 
     def _split(self, tokens: int) -> list[slice]:
@@ -151,5 +153,5 @@ def cut(kernel: Kernel, rest: Kernel, every: int, min_tokens: int) -> Kernel:
         add=parts.add,
         rest=rest,
         takes=takes,
-        whole=kernel,
+        uncut=kernel,
     )

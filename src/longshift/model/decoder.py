@@ -28,6 +28,7 @@ from longshift.model.functions import (
     RmsNorm,
     Rotate,
     SoftCap,
+    accum_dtype,
     activate,
     alone,
     sliced_norm,
@@ -201,7 +202,7 @@ class Unit(nn.Module):
         weight = getattr(self, role)
         if not self.spec.norm_less_one:
             return weight
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
+        return weight.to(accum_dtype(weight)) + 1.0
 
 
 class Embed(Unit):
@@ -242,7 +243,9 @@ class Block(Unit):
     def qkv(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, N, H], keys and values [T, K, H] of a run of tokens,
         rotated to their positions."""
+        # Without a name for the normalized tokens, which nothing needs after the projections.
         q, k, v = self.project_qkv(ops.enter(self.pre_norm(x_TD, "norm1")), ops)
+
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
             k = self.norm_of(k, "k_norm")
@@ -414,75 +417,3 @@ class Decoder(nn.Module):
             x = unit(x, micro, ops)
         assert x is not None
         return x
-
-
-def rotary_table(
-    rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, R] of the R = `width` channels that turn. Angles are formed in float64: in
-    float32 they are 0.1 off at position 4M, where the fastest has turned 4M."""
-    frequency = rope.theta ** -(
-        torch.arange(0, width, 2, dtype=torch.float64, device=positions_T.device) / width
-    )
-    if rope.scaling == "linear":
-        frequency = frequency / rope.factor
-    elif rope.scaling == "llama3":
-        frequency = _llama3_frequencies(rope, frequency)
-    elif rope.scaling == "yarn":
-        frequency = _yarn_frequencies(rope, frequency, width)
-    angle = positions_T.double().unsqueeze(-1) * frequency
-    cos = angle.cos().mul_(rope.magnitude).to(dtype)
-    sin = angle.sin().mul_(rope.magnitude).to(dtype)
-    return _both_halves(cos), _both_halves(sin)
-
-
-def _yarn_frequencies(rope: Rope, frequency: Tensor, width: int) -> Tensor:
-    """Channels that turn less than `beta_slow` times over the original positions divided by
-    `factor`, those that turn more than `beta_fast` times kept,
-    a linear ramp over the channels between."""
-
-    def channel(turns: float) -> float:
-        return (
-            width
-            * math.log(rope.original_positions / (turns * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
-
-    # 1. Where the ramp begins and ends, in channels.
-    first = channel(rope.beta_fast)
-    last = channel(rope.beta_slow)
-    if rope.truncate:
-        first = math.floor(first)
-        last = math.ceil(last)
-    first = max(first, 0)
-    last = min(last, width - 1)
-
-    # 2. How much of each channel is divided: 0 before the ramp, 1 after it.
-    number = torch.arange(width // 2, dtype=torch.float64, device=frequency.device)
-    ramp = ((number - first) / (last - first if last != first else 0.001)).clamp_(0, 1)
-    return frequency * (1 - ramp) + frequency / rope.factor * ramp
-
-
-def _both_halves(half: Tensor) -> Tensor:
-    """[T, R / 2] -> [T, 1, R]"""
-    return torch.cat((half, half), dim=-1).unsqueeze(1)
-
-
-def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on this device. The host goes on meanwhile: memory that is not pinned would make it wait
-    for the device."""
-    if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
-
-
-def _llama3_frequencies(rope: Rope, frequency: Tensor) -> Tensor:
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear blend between."""
-    wavelength = 2 * math.pi / frequency
-    smooth = (rope.original_positions / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blend = (1 - smooth) * frequency / rope.factor + smooth * frequency
-    is_low = wavelength > rope.original_positions / rope.low_freq_factor
-    is_high = wavelength < rope.original_positions / rope.high_freq_factor
-    return torch.where(is_low, frequency / rope.factor, torch.where(is_high, frequency, blend))

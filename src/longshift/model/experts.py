@@ -142,14 +142,14 @@ class Experts(torch.autograd.Function):
         d_up = _weight_grad(d_up_RF, rows_RD, up, routes) if trains_up else None
         del rows_RD
         d_rows_RD = _times_transposed(d_gate_RF, gate, routes)
-        for group in _groups(routes):
-            group.rows(d_rows_RD).baddbmm_(group.rows(d_up_RF), group.matrices(up))
+        for batch in _batches(routes):
+            batch.rows(d_rows_RD).baddbmm_(batch.rows(d_up_RF), batch.matrices(up))
         d_x_TD = _sum_of_tokens(d_rows_RD, routes)
         return d_x_TD, d_weights_TK, None, d_gate, d_up, d_down, None, None
 
 
 @dataclass(frozen=True)
-class Group:
+class ExpertBatch:
     """Experts one after another with as many rows each, which one batched matmul serves: most often
     one expert.
 
@@ -170,40 +170,40 @@ class Group:
         return weights.unflatten(0, (self.total, -1))[self.first : self.last]
 
 
-def _groups(routes: Routes) -> Iterator[Group]:
-    """The groups of experts that have rows."""
+def _batches(routes: Routes) -> Iterator[ExpertBatch]:
+    """The batches of experts that have rows."""
     starts = (0, *routes.ends)
     heights = [end - start for start, end in pairwise(starts)]
     first = 0
     for height, members in groupby(heights):
         last = first + len(list(members))
         if height:
-            yield Group(starts[first], starts[last], first, last, len(heights))
+            yield ExpertBatch(starts[first], starts[last], first, last, len(heights))
         first = last
 
 
 def _times(rows_RI: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     """Each row times the matrix [O, I] of its expert: [R, O]."""
     out_RO = rows_RI.new_empty(len(rows_RI), len(weights) // len(routes.ends))
-    for group in _groups(routes):
-        torch.bmm(group.rows(rows_RI), group.matrices(weights).mT, out=group.rows(out_RO))
+    for batch in _batches(routes):
+        torch.bmm(batch.rows(rows_RI), batch.matrices(weights).mT, out=batch.rows(out_RO))
     return out_RO
 
 
 def _times_transposed(rows_RO: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     """Each row times the transposed matrix of its expert: [R, I]."""
     out_RI = rows_RO.new_empty(len(rows_RO), weights.shape[1])
-    for group in _groups(routes):
-        torch.bmm(group.rows(rows_RO), group.matrices(weights), out=group.rows(out_RI))
+    for batch in _batches(routes):
+        torch.bmm(batch.rows(rows_RO), batch.matrices(weights), out=batch.rows(out_RI))
     return out_RI
 
 
 def _weight_grad(left_RO: Tensor, right_RI: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     """The gradient of a matrix of all experts; zeros of an expert without rows."""
     grad = torch.zeros_like(weights)
-    for group in _groups(routes):
-        left_OR = group.rows(left_RO).mT
-        torch.bmm(left_OR, group.rows(right_RI), out=group.matrices(grad))
+    for batch in _batches(routes):
+        left_OR = batch.rows(left_RO).mT
+        torch.bmm(left_OR, batch.rows(right_RI), out=batch.matrices(grad))
     return grad
 
 

@@ -35,6 +35,11 @@ aten = torch.ops.aten
 AllSum = Callable[[Tensor], Tensor]
 
 
+def accum_dtype(x: Tensor) -> torch.dtype:
+    """The format of sums of x's numbers: at least float32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def alone(x: Tensor) -> Tensor:
     """Reduction over one holder."""
     return x
@@ -67,9 +72,11 @@ def _normed(
 ) -> tuple[Tensor, Tensor]:
     """y and r of the module's docstring. `total_width`: of all ranks' slices, where x is one of
     them; `all_sum` adds up what they have."""
+    # The norm squared reads x once, and makes no tensor of its squares.
     squares = torch.linalg.vector_norm(
         x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
     ).square_()
+
     rstd = all_sum(squares).div_(total_width or x.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight), rstd
 
@@ -124,12 +131,14 @@ class Linear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         weight, x = ctx.saved_tensors
         dx = linear_back(grad, weight, ctx.float8)
+
         dw = None
         if ctx.add:
             ctx.add(grad, x)
         elif ctx.needs_input_grad[1]:
             # As the weight is stored.
             dw = torch.mm(grad.mT, x) if weight.is_contiguous() else torch.mm(x.mT, grad).mT
+
         db = grad.sum(0) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None
 
@@ -142,6 +151,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
     beta = 0.0 if first else 1.0
     # An argument that CPUs do not take.
     wider: Any = () if total.dtype == left.dtype else (total.dtype,)
+
+    # One strip needs no batch of matmuls.
     if len(total) == 1:
         torch.addmm(total[0], left_ST, right, *wider, beta=beta, out=total[0])
     else:
@@ -253,10 +264,14 @@ class Rotate(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     width = cos.shape[-1]
     y = x.new_empty(x.shape)
+
+    # Channels from R on do not turn.
     y[..., width:] = x[..., width:]
+
     torch.mul(x[..., :width], cos, out=y[..., :width])
     x1, x2 = x[..., :width].chunk(2, -1)
     y1, y2 = y[..., :width].chunk(2, -1)
+
     sin1, sin2 = sin.chunk(2, -1)
     y1.addcmul_(x2, sin1, value=-direction)
     y2.addcmul_(x1, sin2, value=direction)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longshift.model import tiled_attention
+from longshift.model.functions import accum_dtype
 from longshift.model.packed_attention import PackedKernel
 
 aten = torch.ops.aten
@@ -37,7 +38,7 @@ class Kernel:
     """`fold` and `add`: as `forward` and `backward`, on sums that grow from piece to piece, where a
     kernel does better than to merge what those two return. `packed`: what takes whole documents in
     one call, where there is something. `rest`: another kernel for the pieces that this one does not
-    take. `whole`: of a kernel that is cut (`model.cut`), the one that takes most of each piece.
+    take. `uncut`: of a kernel that is cut (`model.cut`), the one that takes most of each piece.
     `repeats`: whether its backward on a GPU gives the same bits every time: always, where torch is
     asked for deterministic algorithms, or never; on a CPU every kernel does, for a number of
     threads."""
@@ -49,7 +50,7 @@ class Kernel:
     add: Add | None = None
     packed: PackedKernel | None = None
     rest: "Kernel | None" = None
-    whole: "Kernel | None" = None
+    uncut: "Kernel | None" = None
     takes: Callable[[Tensor, Tensor, bool], bool] = lambda q, k, causal: True
     repeats: Literal["always", "asked", "never"] = "always"
 
@@ -76,6 +77,12 @@ def asked() -> bool:
     )
 
 
+def empty_output(q: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for the output of q's attention, in this format, and for its log-sum-exp."""
+    out = torch.empty_like(q, dtype=out_dtype)
+    return out, q.new_empty(q.shape[:2], dtype=accum_dtype(q))
+
+
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
     """Fold one partial attention into `out` and `lse`, both in at least float32, in place. The
     `first` is the causal diagonal, which reaches every query, so that nothing is ever -inf;
@@ -84,6 +91,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool)
         out.copy_(part)
         lse.copy_(part_lse)
         return
+
     # Both are brought to the log-sum-exp of their union.
     total_lse = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total_lse).exp().unsqueeze(-1))
@@ -205,12 +213,14 @@ def reference(
     q, k, v = batched(q, k, v)
     keys = _per_query_head(k, q)
     values = _per_query_head(v, q)
+
     outs = []
     lses = []
     for first, rows in _rows(q, k):
         scores = _scores(q[:, :, rows], keys, causal, scale, first, cap, window)
         lses.append(scores.logsumexp(-1))
         outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ values)
+
     return flat(torch.cat(outs, 2)), flat(torch.cat(lses, 2))
 
 
@@ -230,6 +240,7 @@ def reference_backward(
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     keys = _per_query_head(k, q)
     values = _per_query_head(v, q)
+
     dqs = []
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
@@ -253,6 +264,7 @@ def reference_backward(
         dqs.append(ds @ keys)
         dk += (ds.mT @ row_q).view(groups).sum(2)
         dv += (p.mT @ row_grad).view(groups).sum(2)
+
     return [flat(t) for t in (torch.cat(dqs, 2), dk, dv)]
 
 
@@ -350,7 +362,7 @@ CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, repeats="never")  # torch asks 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
     """In at least float32."""
-    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    return [t.to(accum_dtype(t)) for t in tensors]
 
 
 def capped(cap: float) -> Kernel:

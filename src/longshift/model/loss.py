@@ -22,6 +22,7 @@ tried once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from longshift.errors import UsageError
-from longshift.model.functions import WRITTEN_OUT, Elementwise
+from longshift.model.functions import WRITTEN_OUT, Elementwise, accum_dtype
 from longshift.user_code import describe_error, load_object, split_object
 
 IGNORE = -100
@@ -55,7 +56,7 @@ class CrossEntropySum(torch.autograd.Function):
         by: Elementwise = WRITTEN_OUT,
     ):
         # 1. Each row's highest logit, over all ranks, is taken off before logits are raised to e.
-        highest = all_max(logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32)))
+        highest = all_max(logits.amax(-1).to(accum_dtype(logits)))
 
         # 2. Sums of the weights, and the target's logit from the rank that holds its column, in one
         # message.
@@ -97,7 +98,7 @@ class TokenLossSum(torch.autograd.Function):
     ) -> Tensor:
         counted = labels != IGNORE
         rows = gather(logits)
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        rows = rows.to(accum_dtype(rows))
         total, grad = function.sum_and_gradient(rows, labels, counted, ctx.needs_input_grad[0])
         del rows
         if grad is not None:
@@ -111,12 +112,12 @@ class TokenLossSum(torch.autograd.Function):
         return saved_grad.mul_(grad).to(ctx.dtype), None, None, None, None
 
 
+@dataclass(frozen=True)
 class CheckedLoss:
     """A token loss, each of whose results is looked at. `text`: its name in the config."""
 
-    def __init__(self, text: str, function: Callable[..., Any]):
-        self.text = text
-        self.function = function
+    text: str
+    function: Callable[..., Any]
 
     def sum_and_gradient(
         self, rows: Tensor, labels: Tensor, counted: Tensor, learns: bool
@@ -124,10 +125,12 @@ class CheckedLoss:
         """The sum of the losses of the counted tokens, and its gradient [T, V] if it `learns`."""
         rows = rows.detach().requires_grad_(learns)
         with torch.set_grad_enabled(learns):
+            # The label of a token that is no target may be no column.
             losses = self.losses(rows, torch.where(counted, labels, 0))
             total = torch.where(counted, losses, 0.0).sum()
         if not learns:
             return total, None
+
         (grad,) = torch.autograd.grad(total, rows)
         # A gradient may be one number expanded. Zero times a derivative that is not finite is not
         # zero.
@@ -187,7 +190,7 @@ class CheckedLoss:
         try:
             with torch.no_grad():  # or autograd would refuse a change in place, in other words
                 self.losses(logits.clone(), labels)
-            whole = self._losses_and_gradient(logits, labels)
+            expected = self._losses_and_gradient(logits, labels)
             parts = [
                 self._losses_and_gradient(*part)
                 for part in zip(logits.split(CHECK_ROWS), labels.split(CHECK_ROWS))
@@ -199,13 +202,12 @@ class CheckedLoss:
                 f"fails on random logits [{len(labels)}, {logits.shape[1]}]:"
                 f" {self._describe(fault)}"
             ) from fault
-        for what, of_whole, of_parts in zip(("loss", "gradient"), whole, zip(*parts)):
-            difference = float(
-                (of_whole - torch.cat(of_parts)).abs().max() / of_whole.abs().max().clamp_min(1.0)
-            )
+        for noun, values, part_values in zip(("loss", "gradient"), expected, zip(*parts)):
+            difference = (values - torch.cat(part_values)).abs().max()
+            difference = float(difference / values.abs().max().clamp_min(1.0))
             if not difference <= TOLERANCE[logits.dtype]:
                 raise self._fault(
-                    f"is no sum over tokens: the {what} of a token differs by {difference:.1g} with"
+                    f"is no sum over tokens: the {noun} of a token differs by {difference:.1g} with"
                     " the tokens that are computed beside it. Layouts cut tokens into packs and"
                     " chunks anywhere, so the loss of a token must depend on its own row and label"
                     " alone"

@@ -136,7 +136,9 @@ def add(
                 row_lse = _stacked(lse[rows, heads].unsqueeze(-1))
                 row_delta = _stacked(delta[rows, heads].unsqueeze(-1))
                 row_dq = torch.zeros(queries.shape, device=q.device)
+
                 for columns in tiles:
+                    # 1. Weights of a tile, from the log-sum-exp of the forward.
                     keys = k[columns, head].contiguous()
                     values = v[columns, head].contiguous()
                     p, ds, factor = (
@@ -147,6 +149,8 @@ def add(
                     torch.add(-row_lse, p, alpha=scale, out=p).exp_()
                     if causal:
                         _hide_later(p, rows, columns, 0.0)
+
+                    # 2. Gradients of values, then of keys and queries.
                     dv[columns, head] += factor.copy_(p).T @ grads
                     torch.mm(wide_grads, values.float().T, out=ds).sub_(row_delta).mul_(p)
                     dk[columns, head].add_(factor.copy_(ds).T @ queries, alpha=scale)
@@ -179,10 +183,11 @@ def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[sli
     height = _height(q, k)
     for start in range(0, len(q), height):
         rows = slice(start, min(len(q), start + height))
+        # Keys after the last row are hidden from all of them.
         num_keys = rows.stop if causal else len(k)
-        tiles = [
-            slice(first, min(num_keys, first + COLUMNS)) for first in range(0, num_keys, COLUMNS)
-        ]
+        tiles = []
+        for first in range(0, num_keys, COLUMNS):
+            tiles.append(slice(first, min(num_keys, first + COLUMNS)))
         yield rows, tiles
 
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from longshift.dist.collectives import Group, Pending
 from longshift.model.attention import Attention
 from longshift.model.decoder import MicroBatch
+from longshift.model.functions import accum_dtype
+from longshift.model.kernels import empty_output
 from longshift.parallel.seams import LayoutOps
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.schedule.sequence import (
@@ -137,7 +139,7 @@ class RingAttention(torch.autograd.Function):
         ctx, q, k, v, order: TokenOrder, window: int | None, attention: Attention, group: Group
     ):
         pairs_of = partial(pairs, order, group.index, window=window)
-        o, lse = attention.whole(
+        o, lse = attention.output_and_lse(
             lambda: _forward(q, torch.stack((k, v)), pairs_of, attention, group)
         )
         output = () if attention.again else (o, lse)
@@ -154,9 +156,8 @@ class RingAttention(torch.autograd.Function):
         o, lse = output or _forward(q, kv, ctx.pairs_of, ctx.attention, ctx.group)
 
         # Gradients grow in at least float32 from pair to pair.
-        accum_dtype = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.zeros_like(q, dtype=accum_dtype)
-        dkv = torch.zeros_like(kv, dtype=accum_dtype)
+        dq = torch.zeros_like(q, dtype=accum_dtype(q))
+        dkv = torch.zeros_like(kv, dtype=accum_dtype(q))
         backward_into(dq, dkv, grad, q, kv, o, lse, ctx.pairs_of, ctx.attention, ctx.group)
         return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None, None
 
@@ -169,9 +170,7 @@ def _forward(
     group: Group,
 ) -> tuple[Tensor, Tensor]:
     """Output, in the format of q, and log-sum-exp of a pack."""
-    accum_dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q, dtype=accum_dtype)
-    lse = q.new_empty(q.shape[:2], dtype=accum_dtype)
+    out, lse = empty_output(q, accum_dtype(q))
     forward_into(out, lse, q, kv, pairs_of, attention, group, first=True)
     return out.to(q.dtype), lse
 
@@ -187,8 +186,12 @@ def _pass_on(x: Tensor, group: Group) -> Arrival:
     """Send x to the next rank of the ring, and receive a tensor of its shape."""
     next_index = (group.index + 1) % group.size
     previous_index = (group.index - 1) % group.size
-    nothing = x.new_empty(0)
-    sends = [x if index == next_index else nothing for index in range(group.size)]
-    shapes = [x.shape if index == previous_index else (0,) for index in range(group.size)]
+
+    # The exchange is one of all ranks, and most send each other nothing.
+    sends = [x.new_empty(0)] * group.size
+    sends[next_index] = x
+    shapes: list[tuple[int, ...]] = [(0,)] * group.size
+    shapes[previous_index] = x.shape
+
     pending, received = group.exchange(sends, shapes)
     return Arrival(pending, received[previous_index])

@@ -20,11 +20,15 @@ class LayoutOps(Ops):
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, kernel: Kernel):
         super().__init__(spec, kernel, again=layout.recompute == "selective")
         coord = layout.coord(world.rank)
-        place = layout.place(coord, axes.weight_axes())
         self.layout = layout
+
+        # 1. Whom this rank shares tokens with.
         self.groups: dict[str, Group] = {}
         for axis in axes.token_axes():
             ranks = layout.ranks(axis.name, of=world.rank)
             self.groups[axis.name] = world.group(ranks, axis.name)
+
+        # 2. What it holds of the weights.
+        place = layout.place(coord, axes.weight_axes())
         self.heads, self.kv_heads = tensor_heads(spec, layout, coord)
         self.vocab_first = share(spec.vocab, layout.weight_ranks, place)[0]

@@ -82,11 +82,12 @@ class TensorSeams(LayoutOps):
 
 def gather_columns(x: Tensor, total: int, group: Group) -> Tensor:
     """[T, V_i] on each rank -> [T, V] on all; narrower shares are filled up for the way."""
-    widths = [
-        stop - first
-        for first, stop in (share(total, group.size, index) for index in range(group.size))
-    ]
+    spans = [share(total, group.size, index) for index in range(group.size)]
+    widths = [stop - first for first, stop in spans]
+
+    # No share is wider than the first.
     filled = F.pad(x, (0, widths[0] - x.shape[1]))
     parts = x.new_empty((group.size, *filled.shape))
     group.all_gather(parts, filled.contiguous()).wait()
+
     return torch.cat([part[:, :width] for part, width in zip(parts, widths)], dim=1)

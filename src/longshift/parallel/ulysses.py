@@ -45,6 +45,7 @@ class UlyssesSeams(LayoutOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         group = self.groups["ulysses"]
         group_size = self.spec.heads // self.spec.kv_heads
+
         q_TnH, k_TkH, v_TkH = to_heads(
             q_tNH, k_tKH, v_tKH, self.heads, self.kv_heads, group_size, group
         )
@@ -152,6 +153,7 @@ class ToHeads(torch.autograd.Function):
             dq_tNH[:, heads.query].copy_(dq)
             _add_to_heads(dk_tKH, heads.kv, dk)
             _add_to_heads(dv_tKH, heads.kv, dv)
+
         return dq_tNH, dk_tKH, dv_tKH, None, None
 
 

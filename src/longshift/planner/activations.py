@@ -45,14 +45,17 @@ def choose_activations(
     `num_blocks`: of a virtual stage, at most.
     """
     sizes = {policy: bytes_of(policy) for policy in _policies(layout)}
+
     ranking = []
     for policy, size in sizes.items():
         if size <= free_bytes:
             filled = _fill_memory(policy, num_blocks, free_bytes, bytes_of)
             ranking.append(Activations(filled, bytes_of(filled), seconds_of(filled)))
+
     if not ranking:
         smallest = min(sizes, key=lambda policy: sizes[policy])
         return Activations(smallest, sizes[smallest], seconds_of(smallest)), ()
+
     ranking.sort(key=lambda activations: (activations.seconds, activations.bytes))
     return ranking[0], tuple(ranking)
 

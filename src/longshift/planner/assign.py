@@ -46,6 +46,7 @@ class Tally:
 
     def between(self, i: np.ndarray | int, j: np.ndarray | int) -> GroupLoad:
         """Documents longer than edge i - 1 and of up to edge j - 1; edge -1 is 0."""
+        # Rows are sums of all shorter documents, so a difference is of those between.
         sums = self.sums[j] - self.sums[i]
         return GroupLoad(
             documents=sums[..., 0],
@@ -116,7 +117,6 @@ def best_assignments(
     present: np.ndarray,
     switch: np.ndarray,
     last: np.ndarray | None = None,
-    max_groups: int = MAX_GROUPS,
     limit: int = 8,
 ) -> list[Assignment]:
     """The best assignments, cheapest first, `limit` at most.
@@ -136,7 +136,7 @@ def best_assignments(
     tables = [cost[:, num_edges, :] + (0.0 if last is None else last)]
     choices: list[np.ndarray] = []
     switch_s = present[:, :, None, None] * switch.T[None, None]  # [i, j, l, k]: l shorter, k longer
-    for _ in range(1, min(max_groups, num_edges)):
+    for _ in range(1, min(MAX_GROUPS, num_edges)):
         longer = np.full((num_edges + 1, num_layouts), np.inf)
         longer[:num_edges] = tables[-1]
         through = longer[None, :, None, :] + switch_s
@@ -170,7 +170,7 @@ def _follow_choices(
     `choices`: for each further group int64 [E, K, 2], where the next longer one begins
     and its layout."""
     i = 0
-    ends: list[int] = []
+    ends = []
     layouts = [layout]
     for choice in reversed(choices):
         i, layout = map(int, choice[i, layout])

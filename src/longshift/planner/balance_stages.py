@@ -62,6 +62,7 @@ def stage_sizes(layers: int, virtual: int, extra_blocks: Sequence[float]) -> tup
         # Of equal ranks the last one gets the block: the first ones keep more for backwards.
         least_busy = min(ranks, key=lambda rank: (blocks[rank] + extra_blocks[rank], -rank))
         blocks[least_busy] += 1
+
     sizes = []
     for chunk in range(virtual):
         for rank in ranks:

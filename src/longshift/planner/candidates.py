@@ -96,10 +96,6 @@ class Candidates(Degrees[np.ndarray]):
         """The candidates at an index, mask or slice."""
         return Candidates({name: column[index] for name, column in self.codes.items()})
 
-    def with_zero(self, zero: np.ndarray) -> "Candidates":
-        """The candidates under other ZeRO stages."""
-        return Candidates({**self.codes, "zero": zero})
-
     def columns(self, names: Sequence[str] = ()) -> np.ndarray:
         """Choices side by side, int64 [candidates, names]; all of them without `names`."""
         return np.stack([self.codes[name] for name in names or choice_names()], 1)
@@ -229,6 +225,8 @@ def _choices(world: int, fixed: Fixed) -> dict[str, np.ndarray]:
             raise UsageError(f"{name!r} is nothing that a plan chooses{hint}")
     divisors = [n for n in range(1, int(world**0.5) + 1) if world % n == 0]
     divisors = sorted({*divisors, *(world // n for n in divisors)})
+
+    # Of the orders 1F1B alone is free: gpipe has its bubble, and keeps more packs.
     values_by_name: dict[str, Sequence[int | str]] = dict.fromkeys(axes.names(), divisors)
     values_by_name |= {
         "virtual": VIRTUAL,

@@ -77,7 +77,7 @@ def choose_chunk(
     min_tokens = max(SMALLEST, layout.sequence, min_tokens)
     sizes = powers(max(longest, layout.sequence), min_tokens)
     attention_rates = [_attention_rate(spec, layout, tokens, machine) for tokens in sizes]
-    fitting: list[ChunkCandidate] = []
+    fitting = []
     for tokens, rate in zip(sizes, attention_rates):
         candidate = ChunkCandidate(
             tokens=tokens,

@@ -24,8 +24,10 @@ import numpy as np
 
 from longshift.layout.loss_rows import rows_at_once
 from longshift.planner.candidates import Candidates, unevenness
-from longshift.simulate.clock import update_bytes
-from longshift.simulate.cost import Cost, Mesh, Work
+from longshift.simulate.cost import Cost
+from longshift.simulate.mesh import Mesh
+from longshift.simulate.op_seconds import update_bytes
+from longshift.simulate.work import Work
 
 AT_ONCE = 8192  # candidates in one array; of 30,000 in one, each took a third longer
 TINY = 1e-9  # keeps divisions by the sums of an empty group finite
@@ -400,6 +402,7 @@ def _end_seconds(
     """Seconds of the head with the loss, and of the embeddings, on one pack."""
     trained = cost.sizes.head_elements * cost.sizes.head_trained
     rows = tokens / candidates.sequence
+    # Each block of the loss adds its gradients of the head to their sum.
     loss_blocks = np.ceil(rows / rows_at_once(rows, cost.spec.width, cost.spec.vocab))
     head = cost.turn("head", "loss", "", mesh, tokens, pairs)
     head = head + cost.accumulated(mesh, trained).times(loss_blocks)
@@ -418,38 +421,3 @@ def _message_s(cost: Cost, candidates: Candidates, tokens: np.ndarray) -> np.nda
     stage_ranks = candidates.sequence * candidates.dp
     per_node = np.where(stage_ranks < cost.rates.fabric.per_node, 2, 1)
     return cost.rates.collective_s("send", size_bytes, 2, per_node)
-
-
-def switch_seconds(cost: Cost, candidates: Candidates, prefetch_bytes: float) -> np.ndarray:
-    """Seconds to switch to each layout and to bring its gradients home, float64 [candidates].
-
-    Every rank receives its weights from all others and gives its gradient sums back.
-
-    `prefetch_bytes`: weights of so many bytes arrive while the group before still computes.
-    """
-    sizes = cost.sizes
-    fabric = cost.rates.fabric
-    pp = candidates.pp
-    weight_ranks = candidates.weight_ranks
-    world = candidates.world
-    per_node = np.minimum(fabric.per_node, world)
-    nodes = np.ceil(world / per_node)
-    num_ends = 2.0 - cost.spec.tied
-    elements = cost.spec.layers * sizes.block_elements + num_ends * sizes.head_elements
-    wanted = elements / pp / weight_ranks
-
-    # A slice crosses to a node once and is passed on inside it, so a rank's card carries only its
-    # share of what differs between the ranks of its node.
-    stages_share_node = world / pp < per_node
-    node_shards = np.where(stages_share_node, weight_ranks * per_node * pp / world, weight_ranks)
-    distinct = np.minimum(per_node, node_shards) / per_node
-
-    def exchange_s(size_bytes: np.ndarray) -> np.ndarray:
-        inside_s = size_bytes * (per_node - 1) / per_node / fabric.node_bytes_per_s
-        between_s = size_bytes * distinct * (nodes - 1) / nodes / fabric.network_bytes_per_s
-        return np.maximum(inside_s, between_s)
-
-    weight_bytes = cost.rates.element_bytes * wanted
-    gradient_bytes = cost.habits.gradient_bytes * wanted
-    prefetched = np.minimum(1.0, prefetch_bytes / np.maximum(weight_bytes, 1.0))
-    return exchange_s(weight_bytes) * (1 - prefetched) + exchange_s(gradient_bytes)

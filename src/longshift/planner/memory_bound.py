@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longshift.planner.candidates import ORDERS, Candidates
-from longshift.simulate.cost import RECOMPUTE, Mesh
+from longshift.simulate.cost import RECOMPUTE
+from longshift.simulate.mesh import Mesh
 from longshift.simulate.turn_calls import TurnKind, turn_calls
 from longshift.spec.formats import Format, adds_inside
 from longshift.spec.model import ModelSpec
@@ -98,6 +99,7 @@ def rank_elements(spec: ModelSpec, candidates: Candidates, is_first: bool) -> Ra
 def num_blocks(spec: ModelSpec, candidates: Candidates, is_first: bool) -> np.ndarray:
     """Blocks of the first or the last pipeline coordinate,
     of all its model chunks, int64 [candidates]."""
+    # Chunk c of a rank is stage c * pp + coord; the first `extra` stages have a block more.
     blocks, extra = np.divmod(spec.layers, candidates.pp * candidates.virtual)
     coord = np.where(is_first, 0, candidates.pp - 1)
     total = np.zeros(len(candidates), np.int64)
@@ -185,6 +187,7 @@ def min_plan_bytes(training: Training, edges: Sequence[Edge], tokens: int) -> fl
                 rank_elements(training.spec, candidates, is_first) for is_first in (True, False)
             ]
             home_elements = MIN_HOME_SHARE * min(float(end.sharded[0]) for end in ends)
+
     min_bytes = 0.0
     for edge in edges:
         if edge.use.chunk or edge.use.stages:
@@ -285,6 +288,7 @@ def _resident_bytes(
     home = np.where(zero == 0, rank.total, rank.sharded)
     if home_elements is not None:
         home = np.full(len(candidates), home_elements)
+
     state = (sum_bytes + moment_bytes + compute_bytes * (1 - trained)) * home
     home_sums = sum_bytes * home
     if training.outside:
@@ -389,6 +393,7 @@ def _min_trained_share(spec: ModelSpec) -> float:
         if params:
             trained = sum(param.elements for param in params if not param.frozen)
             shares.append(trained / sum(param.elements for param in params))
+
     return min(shares)
 
 

@@ -26,6 +26,7 @@ def neighbors(edges: Edges) -> Iterator[Edges]:
         if edge.use.chunk:
             continue
         sizes = (edge.pack, edge.pack // 2, 2 * edge.pack)
+        # A pack holds the longest document of its group.
         packs = [pack for pack in sizes if pack >= edge.upto]
         less_recompute = RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]
         uses = [edge.use, *(replace(edge.use, recompute=recompute) for recompute in less_recompute)]

@@ -120,7 +120,7 @@ class PlanEvaluator:
         ranking = self._rank_first_step([*fitted, *self._plausible(map(lower_zero, fitted))])
 
         # 2. Play neighbors of the leaders, until these lead.
-        searched: list[Edges] = []
+        searched = []
         while len(searched) < MAX_SEARCHED:
             leaders = [edges for edges in _leaders(ranking, 1) if edges not in searched]
             if not leaders:
@@ -180,6 +180,7 @@ class PlanEvaluator:
         for name, values in task.fixed_fields.items():
             if any(getattr(edge.use, name) not in values for edge in edges):
                 return True
+
         float8 = task.formats.float8
         return any(
             faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges
@@ -199,7 +200,7 @@ class PlanEvaluator:
         """A step on the clock."""
         if edges not in self.clocks:
             shape = self.shape(edges)
-            self.clocks[edges] = Clock(shape, self.task.cluster, self.cost, self.task.precision)
+            self.clocks[edges] = Clock(shape, self.task.cluster, self.cost)
         clock = self.clocks[edges]
         steps = self.steps.setdefault(edges, {})
         if number not in steps:

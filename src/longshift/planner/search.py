@@ -210,7 +210,8 @@ def _streamed_plans(table: CandidateTable, single: bool) -> list[Edges]:
     problem = table.problem
     task = problem.task
     tally = problem.tally
-    plans: list[Edges] = []
+
+    plans = []
     for layout in streamed_layouts(problem, first_edge=0):
         plans.append((Edge(task.longest, layout),))
     num_short = table.longest_fitting
@@ -227,6 +228,7 @@ def _streamed_plans(table: CandidateTable, single: bool) -> list[Edges]:
     )
     short_table = compare(Problem.of(short_task), SHARES[0] * task.budget_bytes)
     short_plans = _name_plans(short_table)[:NAMED]
+
     for layout in streamed_layouts(problem, first_edge=num_short):
         plans += [(*edges, Edge(task.longest, layout)) for edges in short_plans]
     return plans

@@ -29,8 +29,9 @@ from longshift.planner.candidates import (
     mesh_choices,
     mesh_names,
 )
-from longshift.planner.group_seconds import GroupLoad, GroupSeconds, group_seconds, switch_seconds
+from longshift.planner.group_seconds import GroupLoad, GroupSeconds, group_seconds
 from longshift.planner.memory_bound import Training, min_device_bytes
+from longshift.planner.switch_seconds import switch_seconds
 from longshift.planner.task import Edges, PlanTask
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
@@ -260,7 +261,7 @@ def _best_plans(table: CandidateTable, numbers: Sequence[int]) -> list[PlanEstim
     # 2. Neighbors with one layout and equal packs are one group.
     seconds_by_plan: dict[Edges, float] = {}
     for assignment in best_assignments(cost, probability, switch_s, last_s):
-        groups: list[Edge] = []
+        groups = []
         start = 0
         for end, index in zip(assignment.ends, assignment.layouts):
             layout = candidates.layout(index)
@@ -297,6 +298,7 @@ def _pick_by_turns(
     rankings = []
     for seconds in table.seconds.T:
         rankings.append(_fastest_meshes(table.candidates, np.where(is_usable, seconds, np.inf)))
+
     numbers = list(first)
     for place in range(BEST_AT_KEY):
         numbers += [ranking[place] for ranking in reversed(rankings) if len(ranking) > place]
@@ -325,7 +327,8 @@ def _shard_state(candidates: Candidates) -> Candidates:
     """The layouts as a step with several of them takes them:
     ZeRO-1 at least, where ranks share weights."""
     sharded = np.maximum(candidates.zero, 1)
-    return candidates.with_zero(np.where(candidates.holders > 1, sharded, candidates.zero))
+    zero = np.where(candidates.holders > 1, sharded, candidates.zero)
+    return Candidates({**candidates.codes, "zero": zero})
 
 
 def _group_costs(table: CandidateTable, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
@@ -377,6 +380,7 @@ def _largest_packs(table: CandidateTable, candidates: Candidates) -> np.ndarray:
     last_power = int(problem.task.tokens_per_step).bit_length()
     powers = [float(1 << n) for n in range(8, last_power)]
     largest = np.zeros(len(candidates))
+    # Packs of the longest document are the smallest that hold all documents.
     for capacity in (float(problem.tally.edges[-1]), *powers[-DOUBLINGS:]):
         fits = problem.min_bytes(candidates, capacity) <= table.budget_bytes
         largest = np.where(fits, np.maximum(largest, capacity), largest)
@@ -386,6 +390,7 @@ def _largest_packs(table: CandidateTable, candidates: Candidates) -> np.ndarray:
 def _switch_costs(problem: Problem, candidates: Candidates) -> np.ndarray:
     """Seconds to enter each layout from each, float64 [layouts, layouts]; 0 where they cut the
     weights alike."""
+    # Layouts of one cut switch no weights.
     cuts = candidates.columns(cut_names())
     is_same_cut = (cuts[:, None] == cuts[None]).all(2)
     prefetch_bytes = float(problem.task.switch.ahead_bytes)
@@ -419,6 +424,8 @@ def find_rivals(table: CandidateTable, best_s: float, limit: int) -> tuple[Rival
     nearest = np.argsort(short_bytes, kind="stable")[:REPACKED]
     candidates = candidates.take(nearest)
     short_bytes = short_bytes[nearest]
+
+    # Those that lack least memory come first, however fast they are.
     seconds = problem.step_seconds(candidates, longest, problem.all_documents)
     rivals = []
     for index in np.flatnonzero(seconds < best_s)[:limit].tolist():

@@ -1,5 +1,5 @@
 """Streaming: layouts in chunks for documents that no layout of whole packs holds
-(`schedule.chunks`).
+(`schedule.block_events`).
 
 By rate cards a streamed layout takes what the same mesh takes under recompute-full: its backward
 recomputes a block from its input, except attention. Offloading is assumed to be hidden under that.
@@ -28,6 +28,7 @@ def streamed_layouts(problem: Problem, first_edge: int) -> list[Layout]:
     `first_edge`: they compute the documents longer than this edge of the tally; 0: all.
     """
     candidates = problem.enumeration.candidates
+    # The layouts that cost by rate card what a streamed one does: see the module.
     is_full = candidates.recompute == RECOMPUTE.index("full")
     is_sharded = (candidates.zero == 3) | (candidates.holders == 1)
     can_stream = (candidates.pp == 1) & is_full & is_sharded
@@ -46,6 +47,7 @@ def streamed_layouts(problem: Problem, first_edge: int) -> list[Layout]:
 def _first_fitting_chunk(task: PlanTask, mesh: Layout) -> Layout | None:
     for chunk, tier in CHUNKS:
         layout = replace(mesh, chunk=chunk, offload=tier)
+        # A chunk that holds the longest document streams nothing.
         if chunk >= task.longest or legal.faults(task.spec, layout, task.world, task.longest):
             continue
         if fits_first_rank(task, layout):

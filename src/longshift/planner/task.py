@@ -9,7 +9,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import number_fields
 from longshift.planner.memory_bound import Training
-from longshift.simulate.cost import Habits, habits
+from longshift.simulate.habits import Habits, habits
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary

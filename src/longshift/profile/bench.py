@@ -37,7 +37,7 @@ that waits for something else first."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class CurveSpec:
     """A curve to measure. `prepare(*sizes)` makes what one point needs and gives the operation to
     time."""
 
@@ -56,17 +56,20 @@ class Bench:
     least_s: float = SHORT_S
     world: World | None = None
 
-    def curves(self, plans: Mapping[str, Plan], budget_s: float) -> dict[str, Curve]:
+    def curves(self, specs: Mapping[str, CurveSpec], budget_s: float) -> dict[str, Curve]:
         """Measure a family in about `budget_s`, preparation aside."""
+        # All points are one list, so that rounds visit those of all curves in turn.
         runs = []
-        for plan in plans.values():
-            for sizes in crossings(plan.axes):
-                runs.append(plan.prepare(*sizes))
+        for spec in specs.values():
+            for sizes in crossings(spec.axes):
+                runs.append(spec.prepare(*sizes))
         samples = iter(self.seconds(runs, budget_s))
 
         curves = {}
-        for name, plan in plans.items():
-            curves[name] = curve_of(plan.axes, [next(samples) for _ in crossings(plan.axes)])
+        for name, spec in specs.items():
+            spec_samples = [next(samples) for _ in crossings(spec.axes)]
+            curves[name] = curve_of(spec.axes, spec_samples)
+
         return curves
 
     def seconds(self, runs: Sequence[Run], budget_s: float) -> list[list[float]]:
@@ -90,7 +93,7 @@ class Bench:
         most_s = max(least_s, LATEST_S / len(runs))
 
         # 3. Rounds, as many as the budget has time for.
-        samples: list[list[float]] = []
+        samples = []
         begin_s = time.perf_counter()
         while len(samples) < MOST:
             round_s = [self.time(run, count, most_s) for run, count in zip(runs, repeats)]

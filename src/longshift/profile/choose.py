@@ -20,7 +20,8 @@ from longshift.planner.activations import choose_activations
 from longshift.planner.chunk_size import Machine, choose_chunk, powers
 from longshift.profile.run import kept
 from longshift.simulate.clock import Clock, GroupPacks
-from longshift.simulate.cost import Cost, habits
+from longshift.simulate.cost import Cost
+from longshift.simulate.habits import habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
 from longshift.step_report import shape_of
@@ -104,7 +105,7 @@ def _activations(
 
     def seconds(layout: Layout) -> float:
         micros = max(1, config.train.tokens_per_step // (edge.pack * layout.dp))
-        clock = Clock(_shape(config, edge, layout), machine, cost, dtype)
+        clock = Clock(_shape(config, edge, layout), machine, cost)
         return clock.step([GroupPacks(layout, ((pack,) * micros,) * layout.dp)]).seconds
 
     blocks = max(stop - start for start, stop in edge.use.layers_of(spec.layers))

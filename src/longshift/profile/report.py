@@ -31,6 +31,8 @@ def show(cluster: Cluster, console: Console) -> None:
     console.print(_summary(cluster))
     if cluster.backends:
         console.print(_backends(cluster))
+
+    # Families without a title stand in the table of the next one that has it.
     rows: list[tuple[str, Curve]] = []
     for word, title in FAMILIES:
         rows += [(name, curve) for name, curve in cluster.curves.items() if name.split()[0] == word]
@@ -43,11 +45,15 @@ def rate(name: str, sizes: Sequence[float], seconds: float) -> tuple[float, str]
     """Work a second at a point of a curve, and its unit."""
     words = name.split()
     if words[0] == "matmul":
-        return 2 * sizes[0] * sizes[1] * sizes[2] / seconds, "FLOP/s"
+        rows, inner, columns = sizes
+        return 2 * rows * inner * columns / seconds, "FLOP/s"
     if words[0] == "attention":
-        rows, keys = int(sizes[0]), int(sizes[-1])
-        pairs = rows * keys * (0.5 if words[4] == "causal" else 1.0)
-        call = AttentionCall(words[3] == "backward", rows, keys, pairs, Heads.parse(words[5]))
+        direction, shape, heads = words[3:6]
+        rows = int(sizes[0])
+        keys = int(sizes[-1])
+        # A causal square computes half of its pairs.
+        pairs = rows * keys * (0.5 if shape == "causal" else 1.0)
+        call = AttentionCall(direction == "backward", rows, keys, pairs, Heads.parse(heads))
         return call.flops / seconds, "FLOP/s"
     return sizes[-1] / seconds, "B/s"
 
@@ -67,6 +73,7 @@ def _summary(cluster: Cluster) -> Table:
     threads = f", {cluster.facts['threads']} threads" if "threads" in cluster.facts else ""
     cores = f", {device.cores:.2f} cores granted" if device.cores else ""
     table.add_row("device", f"{device.name}, {nodes}{threads}{cores}")
+
     table.add_row(
         "origin",
         f"{cluster.origin} ({cluster.facts.get('measured', 'constants')}), torch"

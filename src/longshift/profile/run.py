@@ -66,6 +66,7 @@ def measure_here(per_node: int, quick: bool, fresh: bool, tell: Callable[[str], 
         cluster = obtain(world, per_node, quick, fresh, tell)
         world.close()
         return cluster
+
     count = torch.cuda.device_count()
     with temporary_folder() as scratch:
         file = scratch / "profile.json"
@@ -224,10 +225,12 @@ def _gather_medians(
 def medians(ranks: list[dict[str, Curve]]) -> dict[str, Curve]:
     """Curves of what ranks measured: medians over those that measured the same points."""
     curves = {}
+    # A rank may lack a curve: of the disk one rank a node has it.
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         rank_curves = [rank[name] for rank in ranks if name in rank]
         seconds = zip(*(curve.seconds for curve in rank_curves))
         spreads = zip(*(curve.spread for curve in rank_curves))
+
         curves[name] = Curve(
             axes=rank_curves[0].axes,
             seconds=tuple(map(statistics.median, seconds)),
@@ -242,15 +245,15 @@ def _collectives(
     arguments = {"quick": quick, "budget_s": budget_s, "least_s": least_s}
     if world.size > 1:
         return decode_curves(time_links.collectives(world, per_node, **arguments))
+
+    # A process alone with a GPU has no peer: another rank needs a GPU of its own.
     cores = min(8, core_count())
     if world.device.type == "cuda" or cores == 1:
         return {}
+    function = "longshift.profile.time_links:collectives"
     with ForkedWorld(cores) as forked:
-        return decode_curves(
-            forked.call(
-                "longshift.profile.time_links:collectives", 300.0, per_node=cores, **arguments
-            )[0]
-        )
+        curves_of_ranks = forked.call(function, 300.0, per_node=cores, **arguments)
+        return decode_curves(curves_of_ranks[0])
 
 
 def _cluster(
@@ -269,6 +272,7 @@ def _cluster(
     for name, curve in curves.items():
         words = name.split()
         if words[0] == "matmul":
+            # The best rate that was reached stands for the peak of a datasheet.
             flops[words[1]] = _best_rate(curve, lambda m, k, n: 2 * m * k * n)
     for level in get_args(Level):
         if send := curves.get(f"send {level}"):

@@ -13,7 +13,7 @@ from longshift.cluster.cluster import Backend, Heads
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.model.chosen_kernel import gradients, probe
 from longshift.model.kernels import CUDNN, FLASH, TILED, Kernel
-from longshift.profile.bench import Bench, Plan, Run
+from longshift.profile.bench import Bench, CurveSpec, Run
 from longshift.profile.time_compute import DTYPES, noise
 from longshift.weigh.recorder import AttentionCall
 
@@ -51,24 +51,23 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
     """Every kernel's verdict, and the curves `attention KERNEL DTYPE DIRECTION causal|full HEADS`
     of those that run."""
     verdicts = []
-    plans = {}
+    specs = {}
     kind = bench.device.type, bench.quick
+    longest = max(map(max, TOKENS[kind]))
     shown = HEADS["cpu"][:1] if kind == ("cpu", True) else HEADS[bench.device.type]
     for name, dtype in dtypes(bench.device).items():
-        inputs = {
-            heads: _inputs(heads, max(map(max, TOKENS[kind])), dtype, bench.device)
-            for heads in shown
-        }
+        # One set of inputs for all kernels, which take its beginning.
+        inputs = {heads: _inputs(heads, longest, dtype, bench.device) for heads in shown}
         for kernel in tried(bench.device, dtype):
             verdict = probe(kernel, dtype, name, bench.device)
             verdicts.append(verdict)
             if verdict.why_not:
                 continue
             for heads, direction, causal in product(shown, ("forward", "backward"), (True, False)):
-                plan = _plan(kernel, heads, inputs[heads], kind, direction == "backward", causal)
+                spec = _spec(kernel, heads, inputs[heads], kind, direction == "backward", causal)
                 shape = "causal" if causal else "full"
-                plans[f"attention {kernel.name} {name} {direction} {shape} {heads}"] = plan
-    return tuple(verdicts), bench.curves(plans, budget_s)
+                specs[f"attention {kernel.name} {name} {direction} {shape} {heads}"] = spec
+    return tuple(verdicts), bench.curves(specs, budget_s)
 
 
 def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -79,18 +78,19 @@ def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device)
     ]
 
 
-def _plan(
+def _spec(
     kernel: Kernel,
     heads: Heads,
     inputs: list[Tensor],
     kind: tuple[str, bool],
     is_backward: bool,
     causal: bool,
-) -> Plan:
+) -> CurveSpec:
     """Attention of the first queries to the first keys."""
-    square, pairs = TOKENS[kind]
+    # Lengths of which the backward, which takes longer, is not too large.
+    causal_lengths, full_lengths = TOKENS[kind]
     lengths = []
-    for length in square if causal else pairs:
+    for length in causal_lengths if causal else full_lengths:
         pairs = length**2 * (0.5 if causal else 1.0)
         if AttentionCall(True, length, length, pairs, heads).flops <= MOST_FLOPS[kind]:
             lengths.append(length)
@@ -103,7 +103,7 @@ def _plan(
         return partial(kernel.forward, q, k, v, causal, heads.width**-0.5)
 
     if causal:
-        return Plan((SampledSizes("tokens", tuple(lengths), 2.0),), prepare)
-    return Plan(
+        return CurveSpec((SampledSizes("tokens", tuple(lengths), 2.0),), prepare)
+    return CurveSpec(
         (SampledSizes("queries", tuple(lengths)), SampledSizes("keys", tuple(lengths))), prepare
     )

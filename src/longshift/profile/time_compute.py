@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longshift.cluster.curves import Curve, SampledSizes
-from longshift.profile.bench import Bench, Plan, Run
+from longshift.profile.bench import Bench, CurveSpec, Run
 from longshift.spec.formats import FORMATS
 
 DTYPES: dict[str, torch.dtype] = {
@@ -32,40 +32,45 @@ STREAMED = {  # bytes read and written
 
 def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
     rows, widths = SHAPES[bench.device.type, bench.quick]
-    axes = (SampledSizes("m", rows), SampledSizes("k", widths), SampledSizes("n", widths))
+    axes = (
+        SampledSizes("m", rows),
+        SampledSizes("k", widths),
+        SampledSizes("n", widths),
+    )
 
-    def plan(dtype: torch.dtype) -> Plan:
-        x, w, out = (noise(max(rows + widths) * max(widths), dtype, bench.device) for _ in range(3))
+    def spec(dtype: torch.dtype) -> CurveSpec:
+        count = max(rows + widths) * max(widths)
+        x, w, out = (noise(count, dtype, bench.device) for _ in range(3))
 
         def prepare(m: int, k: int, n: int) -> Run:
+            # Weights are [n, k], as linear layers keep them.
             x_mk = x[: m * k].view(m, k)
             w_kn = w[: n * k].view(n, k).t()
             out_mn = out[: m * n].view(m, n)
             return lambda: torch.mm(x_mk, w_kn, out=out_mn)
 
-        return Plan(axes, prepare)
+        return CurveSpec(axes, prepare)
 
-    return bench.curves({f"matmul {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s)
+    specs = {f"matmul {name}": spec(dtype) for name, dtype in DTYPES.items()}
+    return bench.curves(specs, budget_s)
 
 
 def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
     """c = a + b: two thirds of the bytes are read, a third written."""
     sizes = STREAMED[bench.device.type, bench.quick]
 
-    def plan(dtype: torch.dtype) -> Plan:
-        a, b, c = (
-            noise(math.ceil(max(sizes) / 3 / dtype.itemsize), dtype, bench.device) for _ in range(3)
-        )
+    def spec(dtype: torch.dtype) -> CurveSpec:
+        largest = math.ceil(max(sizes) / 3 / dtype.itemsize)
+        a, b, c = (noise(largest, dtype, bench.device) for _ in range(3))
 
         def prepare(moved_bytes: int) -> Run:
             count = max(1, moved_bytes // 3 // dtype.itemsize)
             return lambda: torch.add(a[:count], b[:count], out=c[:count])
 
-        return Plan((SampledSizes("bytes", sizes),), prepare)
+        return CurveSpec((SampledSizes("bytes", sizes),), prepare)
 
-    return bench.curves(
-        {f"elementwise {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s
-    )
+    specs = {f"elementwise {name}": spec(dtype) for name, dtype in DTYPES.items()}
+    return bench.curves(specs, budget_s)
 
 
 def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
@@ -80,19 +85,24 @@ def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
         return run
 
-    return bench.curves({"launch": Plan((SampledSizes("operations", (256,)),), prepare)}, budget_s)
+    spec = CurveSpec((SampledSizes("operations", (256,)),), prepare)
+    return bench.curves({"launch": spec}, budget_s)
 
 
 def granted_cores() -> float:
     """Processor time that this process gets in a second of matmuls on all its threads."""
-    x = noise(512 * 512, torch.float32, torch.device("cpu")).view(512, 512)
+    size = 512
+    x = noise(size * size, torch.float32, torch.device("cpu")).view(size, size)
     out = torch.empty_like(x)
-    torch.mm(x, x, out=out)
+    torch.mm(x, x, out=out)  # starts the threads
+
     begin_s = time.perf_counter()
     begin_process_s = time.process_time()
     while time.perf_counter() - begin_s < SPIN_S:
         torch.mm(x, x, out=out)
-    return (time.process_time() - begin_process_s) / (time.perf_counter() - begin_s)
+
+    process_s = time.process_time() - begin_process_s
+    return process_s / (time.perf_counter() - begin_s)
 
 
 def noise(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longshift.cluster.curves import Curve, SampledSizes
-from longshift.profile.bench import Bench, Plan, Run
+from longshift.profile.bench import Bench, CurveSpec, Run
 from longshift.profile.time_compute import noise
 
 SIZES = {  # bytes, quick or not
@@ -37,13 +37,13 @@ def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     largest = max(sizes)
     if bench.device.type == "cpu":
         source, target = (noise(largest, torch.uint8, bench.device) for _ in range(2))
-        return bench.curves({"copy host": Plan(axes, _copier(target, source))}, budget_s)
+        return bench.curves({"copy host": CurveSpec(axes, _copier(target, source))}, budget_s)
 
     # 1. Alone.
     device, host = _memory(largest, bench.device)
-    plans = {
-        "copy to_device pinned": Plan(axes, _copier(device, host)),
-        "copy to_host pinned": Plan(axes, _copier(host, device)),
+    specs = {
+        "copy to_device pinned": CurveSpec(axes, _copier(device, host)),
+        "copy to_host pinned": CurveSpec(axes, _copier(host, device)),
     }
 
     # 2. While others go the opposite way.
@@ -51,15 +51,11 @@ def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     device, host = _memory(max(BOTH_WAYS_BYTES), bench.device)
     other_device, other_host = _memory(max(BOTH_WAYS_BYTES), bench.device)
     streams = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)
-    to_device = _copier(device, host)
-    to_host = _copier(host, device)
-    other_to_device = _copier(other_device, other_host)
-    other_to_host = _copier(other_host, other_device)
-    plans |= {
-        "copy to_device pinned both": Plan(long, _copier_beside(to_device, other_to_host, streams)),
-        "copy to_host pinned both": Plan(long, _copier_beside(to_host, other_to_device, streams)),
-    }
-    return bench.curves(plans, budget_s)
+    to_device = _copier_beside(_copier(device, host), _copier(other_host, other_device), streams)
+    to_host = _copier_beside(_copier(host, device), _copier(other_device, other_host), streams)
+    specs["copy to_device pinned both"] = CurveSpec(long, to_device)
+    specs["copy to_host pinned both"] = CurveSpec(long, to_host)
+    return bench.curves(specs, budget_s)
 
 
 def _memory(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,13 +108,17 @@ def disk(bench: Bench, folder: Path, budget_s: float) -> dict[str, Curve]:
     with TemporaryFile(dir=folder, buffering=0) as file:
         for _ in range(0, FILE_BYTES, 2**20):
             file.write(os.urandom(2**20))
+        # Pages that are not written out cannot be dropped before a read.
         os.fsync(file)
+
         axes = (SampledSizes("bytes", BLOCKS[bench.quick]),)
-        plans = {
-            "disk read plain depth1": Plan(axes, lambda size: lambda: _read(file.fileno(), size)),
-            "disk write plain depth1": Plan(axes, lambda size: lambda: _write(file.fileno(), size)),
+        number = file.fileno()
+        specs = {
+            "disk read plain depth1": CurveSpec(axes, lambda size: lambda: _read(number, size)),
+            "disk write plain depth1": CurveSpec(axes, lambda size: lambda: _write(number, size)),
         }
-        return bench.curves(plans, budget_s)
+
+        return bench.curves(specs, budget_s)
 
 
 def _read(file: int, size: int) -> float:
@@ -137,10 +137,13 @@ def _write(file: int, size: int) -> float:
 def _block_seconds(size: int, move: Callable[[int], int], end: Run) -> float:
     """Seconds a block: as many as fill the file, at most MOST_BLOCKS."""
     count = max(1, min(MOST_BLOCKS, FILE_BYTES // size))
+
     begin_s = time.perf_counter()
     for block in range(count):
         moved = move(block * size % FILE_BYTES)
+        # A system call may move less than it was asked for, which is no time of a block.
         if moved != size:
             raise OSError(f"moved {moved} of {size} bytes")
+
     end()
     return (time.perf_counter() - begin_s) / count

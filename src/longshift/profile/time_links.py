@@ -24,7 +24,7 @@ from longshift.cluster.cluster import OPERATIONS, Link, Operation
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.dist.collectives import Group
 from longshift.dist.world import World
-from longshift.profile.bench import FEWEST, SHORT_S, Bench, Plan, Run, curve_of
+from longshift.profile.bench import FEWEST, SHORT_S, Bench, CurveSpec, Run, curve_of
 
 SMALLEST_BYTES = 2**12
 LARGEST_BYTES = 2**26
@@ -48,7 +48,7 @@ def collectives(
     levels = _groups(world, per_node)
 
     # 1. Every operation at every level.
-    plans = {}
+    specs = {}
     sizes: dict[str, tuple[int, ...]] = {}
     for level, groups in levels.items():
         sizes[level] = _sizes(bench, groups[max(groups)])
@@ -59,8 +59,8 @@ def collectives(
             if operation == "send" and " by " in level:
                 continue  # of two ranks, whatever the group
             prepare = _preparation(operation, groups, world.device)
-            plans[f"{operation} {level}"] = Plan(axes, prepare)
-    curves = bench.curves(plans, budget_s)
+            specs[f"{operation} {level}"] = CurveSpec(axes, prepare)
+    curves = bench.curves(specs, budget_s)
 
     # 2. What traffic takes of a CPU's ranks that compute.
     if world.device.type == "cpu":
@@ -79,11 +79,12 @@ def _cores_of_sends(world: World, group: Group, sizes: tuple[int, ...]) -> Curve
     for size in sizes:
         send = _operation("send", group, size, world.device)
         for _ in range(FEWEST):
-            group.all_reduce(torch.zeros(1))
+            group.all_reduce(torch.zeros(1))  # ranks begin together
             begin_s = time.process_time()
             for _ in range(SENDS):
                 send()
             seconds.append((time.process_time() - begin_s) / SENDS)
+
     groups = world.size / group.size
     totals = world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64)) / groups
     samples = totals.view(len(sizes), FEWEST).clamp_min(LEAST_CORES_S).tolist()
@@ -152,13 +153,18 @@ def _groups(world: World, per_node: int) -> dict[str, dict[int, Group]]:
     for count, inside in product((1, *_powers(nodes)), (1, *_powers(per_node))):
         if count == inside == 1:
             continue
-        level = "node" if count == 1 else "network" if inside == 1 else f"network by {inside}"
+        level = "network" if inside == 1 else f"network by {inside}"
+        if count == 1:
+            level = "node"
         groups = []
         for first_node, first_place in product(range(0, nodes, count), range(0, per_node, inside)):
-            group_nodes = range(first_node, first_node + count)
-            places = range(first_place, first_place + inside)
-            ranks = tuple(node * per_node + place for node, place in product(group_nodes, places))
-            groups.append(ranks)
+            ranks = []
+            for node in range(first_node, first_node + count):
+                first_rank = node * per_node + first_place
+                ranks += range(first_rank, first_rank + inside)
+            groups.append(tuple(ranks))
+
+        # All ranks make all groups, in one order: `World.prepare` asks for it.
         world.prepare(groups, "profile")
         rank_group = next(ranks for ranks in groups if world.rank in ranks)
         groups_of.setdefault(level, {})[count * inside] = world.group(rank_group, "profile")
@@ -176,9 +182,12 @@ def _sizes(bench: Bench, group: Group) -> tuple[int, ...]:
     """Bytes of the operations that are timed, up to where a send takes too long or LARGEST_BYTES;
     all ranks agree."""
     sizes = [SMALLEST_BYTES, SMALLEST_BYTES << 2, SMALLEST_BYTES << 4]
+
     while sizes[-1] < LARGEST_BYTES:
         send = _operation("send", group, sizes[-1], bench.device)
-        send()
+        send()  # warm
+
+        # Of all ranks, so that they agree where to stop.
         [slowest_s] = bench.slowest([bench.time(send, 1)])
         if slowest_s > LONGEST_S[bench.quick]:
             break
@@ -197,11 +206,13 @@ def _operation(operation: Operation, group: Group, size_bytes: int, device: torc
     """One collective, complete on this rank when it returns (on a GPU: enqueued)."""
     if operation == "send":
         message = torch.ones(max(1, size_bytes // 4), device=device)
+        # A message has two ends: other ranks of the group have nothing to do.
         if group.index > 1:
             return lambda: None
         if group.index == 0:
             return lambda: group.send(message, 1, tag=0).wait()
         return lambda: group.receive(message, 0, tag=0).wait()
+
     share = max(1, size_bytes // 4 // group.size)
     buffer = torch.ones(share * group.size, device=device)
     part = torch.ones(share, device=device)

@@ -109,17 +109,10 @@ class Op(NamedTuple):
     way: str = ""
 
     def __str__(self) -> str:
+        numbers = {"unit": self.unit, "micro-batch": self.micro, "no.": self.number}
         words = [self.kind, self.way, self.turn, self.part]
-        words += [
-            f"{name} {value}"
-            for name, value in (
-                ("unit", self.unit),
-                ("micro-batch", self.micro),
-                ("no.", self.number),
-            )
-            if value >= 0
-        ]
-        return " ".join(word for word in words if word)
+        words += [f"{name} {value}" for name, value in numbers.items() if value >= 0]
+        return " ".join(filter(None, words))
 
 
 Program = tuple[Op, ...]

@@ -10,10 +10,6 @@ ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 
 each use and releases it after, stages 0 to 2 gather it once a group; stages 2 and 3 reduce after
 every backward, stages 0 and 1 after the last.
 
-[Note: windows] Gathers that are not yet used, and reductions that are not yet home, may have as
-many bytes as those of the largest block. One of each may always be under way, however large. Bytes
-are nominal (a unit's elements over `tp`), the same number on every rank, so that all decide alike.
-
 [Note: late updates] A home outside the device is updated under the forward of the next step. The
 norm, and so the clip, is known since the end of the step before, and a unit is updated before the
 first gather, or exchange, that reads its master: nothing is stale. Ranks update in one order, that
@@ -39,103 +35,29 @@ backward; other stages post them after their last message.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, pairwise
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain
 
-import numpy as np
-
-from longshift.layout.home_tiers import (
-    HomeTiers,
-    StateBytes,
-    early_units,
-    tiers_of,
-    trained_elements,
-)
-from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets_of, moving_unit, place_of
+from longshift.program.byte_window import ByteWindow
+from longshift.program.disk_home import READ_AHEAD, DiskHome
+from longshift.program.exchanges import Exchanges
+from longshift.program.gather_queue import GatherQueue
 from longshift.program.operations import Op, Program
-from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
+from longshift.program.rank_inputs import RankInputs
+from longshift.program.turns import UnitTurn, Visit
 from longshift.program.turns import turns as group_turns
-from longshift.spec.formats import MomentFormat, Wire
-from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Cut, Itinerary
-from longshift.switch.plan import Plan
-from longshift.workload.groups import LengthGroup
-
-# How far ahead the disk is read: masters in units, where a forward moves records too; masters and
-# moments in turns.
-READ_AHEAD = 3
+from longshift.switch.itinerary import Cut
 
 
-@dataclass(frozen=True)
-class Exchanges:
-    """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i;
-    `closes[i]`: the units of the layout that is left which nothing reads after exchange i is
-    posted; `ahead`: how many exchanges may go ahead; `spans`: by unit the first exchange that reads
-    a source or adds to a target, and the last that does."""
-
-    count: int
-    opens: tuple[tuple[int, ...], ...]
-    closes: tuple[tuple[int, ...], ...]
-    ahead: int
-    spans: Mapping[int, tuple[int, int]]
-
-
-class Steps:
+class Steps(RankInputs):
     """Makes the programs of one rank. Mutable: it keeps what it has made. Several threads may ask
     for programs."""
 
-    def __init__(
-        self,
-        itinerary: Itinerary,
-        rank: int,
-        weight_bytes: int,
-        sum_bytes: int,
-        home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
-        moments: int = 2,
-        packed: MomentFormat = "float32",
-        wire: Wire = Wire(),  # noqa: B008  (frozen)
-        doubled: bool = True,
-    ):
-        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps,
-        `packed` into this format between updates; `wire`: formats of gathers and reductions;
-        `doubled`: whether a home on disk has second places."""
-        self.itinerary = itinerary
-        self.rank = rank
-        self.home_in = home_in
-        self.wire = wire
-        self.moments = moments
-        self.packed: MomentFormat = packed if moments else "float32"
-        self.late = home_in.updates_late
-        self.by_unit = self.late or self.packed != "float32"
-        self.buckets = buckets_of(itinerary.spec, itinerary.home, rank)
-        self.state_bytes = StateBytes(weight_bytes, sum_bytes, moments, self.packed)
-        self.home_tiers = tiers_of(home_in, self.buckets, rank, self.state_bytes)
-        self.on_disk = [unit for unit, tier in self.home_tiers.items() if tier == "disk"]
-        self.kept = trained_elements(itinerary.spec, self.buckets, rank)
-        self.trained = list(self.kept)
-        self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(
-            self.trained
-        )
-        self.early = (
-            early_units(self.home_tiers, self.kept)
-            if doubled and self.packed == "float32"
-            else frozenset[int]()
-        )
-        # Elements of two units that are updated one after the other.
-        early_sizes = [size for unit, size in self.kept.items() if unit in self.early]
-        self.early_pair = max((a + b for a, b in pairwise(early_sizes)), default=sum(early_sizes))
-        self.bytes = weight_bytes, sum_bytes
-        self.views = {
-            layout: RankLayout(itinerary.spec, layout, cut, rank)
-            for layout, cut in itinerary.cuts.items()
-        }
-        self.cuts = set(itinerary.cuts.values())
-        self.world = itinerary.home.world
-        self._programs: dict[tuple[tuple[Visit, ...], bool, tuple[int, ...], bool], Program] = {}
-        self._exchanges: dict[Plan, Exchanges] = {}
+    @cached_property
+    def _programs(self) -> dict[tuple[tuple[Visit, ...], bool, tuple[int, ...], bool], Program]:
+        """By visits, whether they learn, the units left, and whether some are early."""
+        return {}
 
     def program(
         self,
@@ -161,110 +83,30 @@ class Steps:
             )
         return program
 
-    def visits(
-        self, groups: Sequence[LengthGroup], lengths: Sequence[int]
-    ) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
-        """The groups as a program needs them, and the documents of each micro-batch of this rank's
-        replica, by visit. A micro-batch has no documents where the replica has fewer packs than
-        another. `lengths`: of the step's documents."""
-        visits = []
-        packs_by_visit = []
-        for group in groups:
-            # Replicas run one program, so that one with fewer packs computes empty ones.
-            share = group.shares[self.views[group.layout].at.dp]
-            num_packs = max(map(len, group.shares))
-            packs = [group.packs[number] for number in share] + [()] * (num_packs - len(share))
-            pack_lengths = [[lengths[document] for document in pack] for pack in packs]
-            visits.append(visit_of(self.itinerary.spec, group.layout, pack_lengths))
-            packs_by_visit.append(packs)
-        return tuple(visits), packs_by_visit
-
-    def left(self, early: Collection[int] = ()) -> tuple[int, ...]:
-        """Units whose updates a step leaves where it has updated some early."""
-        return tuple(unit for unit in self.trained if unit not in early) if self.late else ()
-
-    def place(self, unit: int) -> int:
-        """Where a unit comes in the forward."""
-        return place_of(self.itinerary.spec, unit)
-
-    def source(self, previous: Layout | None) -> Cut | None:
-        """Whose copies a switch takes weights from, besides home, when layout `previous` has
-        computed."""
-        return None if previous is None else self.itinerary.source(previous)
-
-    def exchanges(
-        self, plan: Plan, source: Cut | None = None, target: Cut | None = None
-    ) -> Exchanges:
-        """A plan as the program needs it. `source`: the cut that it leaves; `target`: the cut that
-        it fills; None where home does both."""
-        if plan in self._exchanges:
-            return self._exchanges[plan]
-        count = plan.exchanges
-        first, last, max_bytes = _spans(self.itinerary.spec, plan)
-        opens: list[list[int]] = [[] for _ in range(count)]
-        closes: list[list[int]] = [[] for _ in range(count)]
-        for unit in sorted(self._units_under(target)):
-            opens[first[unit]].append(unit)
-        for unit in sorted(self._units_under(source)):
-            closes[last[unit]].append(unit)
-        limit = self.itinerary.options.ahead_bytes
-        exchanges = Exchanges(
-            count=count,
-            opens=tuple(map(tuple, opens)),
-            closes=tuple(map(tuple, closes)),
-            ahead=next(
-                (number for number, opened in enumerate(max_bytes) if opened > limit), count
-            ),
-            spans={unit: (first[unit], min(count, last[unit] + plan.rounds) - 1) for unit in first},
-        )
-        return self._exchanges.setdefault(plan, exchanges)  # another thread may have been first
-
-    def _units_under(self, cut: Cut | None) -> frozenset[int]:
-        """The moving units that this rank has under a cut."""
-        return next((view.units for view in self.views.values() if view.cut == cut), frozenset())
-
-
-def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int], list[int]]:
-    """The first and the last bucket of each moving unit; the most bytes of wanted weights that any
-    rank has storage for after each exchange's `open`."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    unit_bytes: dict[int, np.ndarray] = {}  # int64 [ranks]
-    for weight in plan.weights:
-        unit = moving_unit(spec, spec.by_name[weight.name])
-        buckets = weight.bucket if len(weight.bucket) else [0]
-        first[unit] = min(int(buckets[0]), first.get(unit, plan.exchanges))
-        last[unit] = max(int(buckets[-1]), last.get(unit, 0))
-        unit_bytes[unit] = unit_bytes.get(unit, 0) + weight.slices.size_bytes @ weight.slices.wants
-    opened = np.zeros((plan.exchanges, plan.world), np.int64)
-    for unit, number in first.items():
-        opened[number] += unit_bytes[unit]
-    return first, last, opened.cumsum(0).max(1).tolist()
-
 
 class _Step:
     """A program while it grows. Mutable."""
 
     def __init__(
         self,
-        steps: Steps,
+        inputs: RankInputs,
         visits: tuple[Visit, ...],
         learns: bool,
         left: Sequence[int],
         early: bool,
     ):
-        self.steps = steps
+        self.inputs = inputs
         self.visits = visits
         self.learns = learns
         self.pending_updates = deque(left)  # units
-        self.early = steps.early if early and learns else frozenset[int]()
+        self.early = inputs.early if early and learns else frozenset[int]()
         self.reductions = Counter[int]()  # of the last visit, by unit: those that have not ended
         self.to_come = Counter[int]()  # and those that have not begun
-        self.views = [steps.views[visit.layout] for visit in visits]
+        self.views = [inputs.views[visit.layout] for visit in visits]
         self.cut: Cut | None = None  # under which the working copies are
         self.present: set[int] = set()  # units whose copies can be used
         self.ahead = 0  # exchanges of the next switch that have been posted
-        self.disk = _Disk(steps.on_disk)
+        self.disk = DiskHome(inputs.on_disk)
 
     def operations(self) -> Iterator[Op]:
         """All operations of the step, in order."""
@@ -281,31 +123,30 @@ class _Step:
         yield Op("norm")
         if self.learns:
             yield Op("update")
-            if self.steps.by_unit and not self.steps.late:
-                self.pending_updates.extend(self.steps.trained)
+            if self.inputs.by_unit and not self.inputs.late:
+                self.pending_updates.extend(self.inputs.trained)
                 yield from self._update()
 
     def _update(self, last: int | None = None) -> Iterator[Op]:
         """Pending updates, up to that of unit `last`, or all. Of units on disk the next one comes
         while one is updated, and the one before goes."""
+        place = self.inputs.place
         while self.pending_updates and (
-            last is None or self.steps.place(self.pending_updates[0]) <= self.steps.place(last)
+            last is None or place(self.pending_updates[0]) <= place(last)
         ):
             unit = self.pending_updates.popleft()
             on_disk = unit in self.disk.units
             if on_disk:
-                next_on_disk = next(
-                    (pending for pending in self.pending_updates if pending in self.disk.units),
-                    None,
-                )
+                next_unit = next((u for u in self.pending_updates if u in self.disk.units), None)
                 yield from self.disk.await_writes("record")
-                yield from self.disk.have_record(unit, next_on_disk)
+                yield from self.disk.have_record(unit, next_unit)
+
             yield Op("update", unit=unit)
-            if self.steps.packed != "float32":
+            if self.inputs.packed != "float32":
                 yield Op("pack", unit=unit)
             if on_disk:
                 yield from self.disk.write(0, unit, "record")
-                if unit in self.steps.mixed:  # a record is no whole master of these
+                if unit in self.inputs.mixed:  # a record is no whole master of these
                     yield from self.disk.await_writes()
 
     def _come(self, number: int) -> Iterator[Op]:
@@ -318,11 +159,12 @@ class _Step:
             # What went ahead left them, for they were still in use.
             for units in exchanges.closes[: self.ahead]:
                 yield from (Op("close", number - 1, unit) for unit in units)
-            yield from self._exchange(number, exchanges, "weights", self.ahead, exchanges.count)
-            yield from self._await_exchange(number, exchanges, "weights", exchanges.count - 1)
+            yield from self._exchange_rest(number, exchanges, "weights", self.ahead)
             yield Op("arrived", number)
         if self.cut is not None:
             yield Op("close", number - 1)
+
+        # No unit of the new cut is gathered yet.
         self.cut = cut
         self.present = set()
         self.ahead = 0
@@ -330,10 +172,10 @@ class _Step:
     def _switch(self, number: int) -> Exchanges:
         """The switch to a visit from the one before."""
         previous = self.visits[number - 1].layout if number else None
-        source = self.steps.source(previous)
+        source = self.inputs.source(previous)
         target = self.views[number].cut
-        plan = self.steps.itinerary.weights(source, target)
-        return self.steps.exchanges(plan, source, target)
+        plan = self.inputs.itinerary.weights(source, target)
+        return self.inputs.exchanges(plan, source, target)
 
     def _exchange(
         self, number: int, exchanges: Exchanges, way: str, start: int, stop: int
@@ -349,8 +191,17 @@ class _Step:
                 yield Op("open", number, unit)
             yield from self._from_home(number, exchanges, way, i, False)
             yield Op("exchange", number, number=i, way=way)
+
+            # What an exchange sends is kept until it ends, so its storage can be dropped now.
             for unit in exchanges.closes[i]:
                 yield Op("close", number - 1, unit)
+
+    def _exchange_rest(
+        self, number: int, exchanges: Exchanges, way: str, start: int
+    ) -> Iterator[Op]:
+        """Exchanges of a switch from `start` on, up to the end of the last."""
+        yield from self._exchange(number, exchanges, way, start, exchanges.count)
+        yield from self._await_exchange(number, exchanges, way, exchanges.count - 1)
 
     def _await_exchange(self, number: int, exchanges: Exchanges, way: str, i: int) -> Iterator[Op]:
         """The end of exchange i, and what of a home on disk goes with it."""
@@ -361,7 +212,7 @@ class _Step:
         """Late updates of the units that an exchange may read from home."""
         readable = [unit for unit, (first, _) in exchanges.spans.items() if first <= i]
         if readable:
-            yield from self._update(max(readable, key=self.steps.place))
+            yield from self._update(max(readable, key=self.inputs.place))
             # Its memory goes when it is written, and an exchange may last longer.
             yield from self.disk.await_writes("record")
 
@@ -379,13 +230,12 @@ class _Step:
             for unit in units:
                 yield from self.disk.leave(number, unit) if ended else self.disk.have(number, unit)
             return
+        # Weights that are not trained have no sums.
         for unit in units:
-            if unit in self.steps.trained:
-                yield from (
-                    self.disk.write(number, unit, "sums")
-                    if ended
-                    else self.disk.have_sums(number, unit)
-                )
+            if unit in self.inputs.trained and ended:
+                yield from self.disk.write(number, unit, "sums")
+            elif unit in self.inputs.trained:
+                yield from self.disk.have_sums(number, unit)
 
     def _go(self, number: int) -> Iterator[Op]:
         """Operations that bring gradient sums home which no later group adds to."""
@@ -395,7 +245,7 @@ class _Step:
             return
         if view.cut.at_home:
             # The next step may begin with another cut.
-            if not later_views and len(self.steps.cuts) > 1:
+            if not later_views and len(self.inputs.cuts) > 1:
                 yield Op("close", number)
             return
         if self.learns:
@@ -403,14 +253,11 @@ class _Step:
             if not self.disk.units:
                 yield Op("total", number)
             else:
-                yield from (
-                    Op("total", number, unit)
-                    for unit in self.steps.trained
-                    if unit not in self.disk.units
-                )
-            exchanges = self.steps.exchanges(self.steps.itinerary.sums(view.cut))
-            yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
-            yield from self._await_exchange(number, exchanges, "sums", exchanges.count - 1)
+                # Sums of units on disk come with the exchanges that add to them.
+                in_memory = [unit for unit in self.inputs.trained if unit not in self.disk.units]
+                yield from (Op("total", number, unit) for unit in in_memory)
+            exchanges = self.inputs.exchanges(self.inputs.itinerary.sums(view.cut))
+            yield from self._exchange_rest(number, exchanges, "sums", 0)
             yield Op("forget", number)
         if not later_views:
             yield Op("close", number)
@@ -438,7 +285,8 @@ class _Step:
             self.early -= set(reduced_units[-1:])
 
         # 3. A reduction begins when its unit is up to date and there is room for it.
-        window = _Window(self.steps, view, "reduce")
+        _, sum_bytes = self.inputs.bytes
+        window = ByteWindow(view, sum_bytes, learned=True)
         for op in chain(
             self._with_gathers(number, turns, self._exchanges_by_turn(number, turns)), tied
         ):
@@ -465,11 +313,9 @@ class _Step:
             yield from self.disk.bring_sums(number, unit)
         yield Op("await reduce", number, unit)
         if on_disk:
-            yield from (
-                self.disk.write_beside(number, unit, "sums")
-                if is_early
-                else self.disk.write(number, unit, "sums")
-            )
+            # What was updated early before may still be written, and is awaited below.
+            write = self.disk.write_beside if is_early else self.disk.write
+            yield from write(number, unit, "sums")
         if is_early:
             yield from self._ask_state(number, unit)
             yield Op("await read", number, unit, part="state")
@@ -487,38 +333,40 @@ class _Step:
     def _ask_states(self, number: int, turns: Sequence[UnitTurn]) -> Iterator[Op]:
         """Read the masters and moments of units that are updated early, in the order of the turns
         to come, as far as there is room."""
-        kept = self.steps.kept
+        kept = self.inputs.kept
         for unit in (turn.unit for turn in turns if turn.unit in self.early):
-            held = {asked for asked, part in self.disk.asked if part == "state"}
+            in_memory = {other for other, part in self.disk.asked if part == "state"}
             # There is room for those of two units that are updated one after the other, and for a
             # quarter more: for a small one, such as a last norm.
-            has_room = 4 * sum(kept[u] for u in {unit, *held}) <= 5 * self.steps.early_pair
-            if unit not in held:
+            size = sum(kept[u] for u in {unit, *in_memory})
+            has_room = 4 * size <= 5 * self.inputs.early_pair
+            if unit not in in_memory:
                 if (unit, "record") in self.disk.asked or not has_room:
                     return
                 yield from self.disk.ask(unit, "state", number)
 
     def _gather(self, number: int, unit: int, next_units: Sequence[int] = ()) -> Iterator[Op]:
-        """A gather, with the master from disk where home is there. `next_units`: that are gathered
-        next. Their masters are asked for,
-        too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the
-        second of these. A record moves seven times the bytes of a master, in and out, and masters
-        must not wait behind it; nor must the disk, while its update waits for the turn before."""
+        """A gather, with the master from disk where home is there. `next_units`: those gathered
+        next. Their masters are read, too: of one unit, or of READ_AHEAD while late updates are to
+        come, as far as the second of these. A record moves seven times the bytes of a master, and
+        masters must not wait for it; nor the disk, while its update waits for the turn before."""
         if not self.views[number].cut.at_home:
             yield Op("gather", number, unit)
             return
+
+        # 1. Read the unit, and ahead of it.
         num_records = 0
         for ahead in (unit, *next_units[: READ_AHEAD if self.pending_updates else 1]):
             is_pending = ahead in self.pending_updates
             num_records += is_pending and ahead != unit
             if num_records > 1:
                 break
-            if ahead in self.disk.units:
-                yield from (
-                    self.disk.ask(ahead, "record")
-                    if is_pending
-                    else self.disk.ask(ahead, "master", number)
-                )
+            if ahead in self.disk.units and is_pending:
+                yield from self.disk.ask(ahead, "record")
+            elif ahead in self.disk.units:
+                yield from self.disk.ask(ahead, "master", number)
+
+        # 2. Gather it, up to date.
         yield from self._update(unit)
         on_disk = unit in self.disk.units
         if on_disk:
@@ -543,49 +391,24 @@ class _Step:
             if not releases:
                 gathers = [unit for unit in dict.fromkeys(gathers) if unit not in self.present]
 
-        # 2. Gathers are posted as far as there is room. A unit that is there still, or under way,
-        # stays for its next use instead.
-        window = _Window(self.steps, view, "gather")
-        stays = Counter[int]()
-        num_posted = 0  # of `gathers`
+        weight_bytes, _ = self.inputs.bytes
+        window = ByteWindow(view, weight_bytes, learned=False)
+        queue = GatherQueue(number, gathers, self.present, window, partial(self._gather, number))
 
-        def post() -> Iterator[Op]:
-            """Post gathers of what comes next, as far as there is room."""
-            nonlocal num_posted
-            while num_posted < len(gathers) and window.fits(gathers[num_posted]):
-                unit = gathers[num_posted]
-                if unit in self.present or unit in window:
-                    stays[unit] += 1
-                else:
-                    window.append(unit)
-                    upcoming = gathers[num_posted + 1 :][:READ_AHEAD]
-                    absent = [u for u in upcoming if u not in self.present and u not in window]
-                    yield from self._gather(number, unit, absent)
-                num_posted += 1
-
-        # 3. The turns. What an early update reads comes with the rank's last backward.
+        # 2. The turns. What an early update reads comes with the rank's last backward.
         is_last = number == len(self.visits) - 1 and view.cut.at_home
         first_final = next((index for index, turn in enumerate(turns) if turn.final), len(turns))
-        num_used = 0
         for index, turn in enumerate(turns):
             yield from self.disk.await_writes("record", but=turn.unit)
             if is_last and not self.pending_updates and index + READ_AHEAD > first_final:
                 yield from self._ask_states(number, turns[max(index, first_final) :][:READ_AHEAD])
             has_weights = turn.unit in view.units
             if gathers and has_weights and (releases or turn.unit not in self.present):
-                if num_posted <= num_used:
-                    yield from post()
-                if stays[turn.unit] and turn.unit in self.present:
-                    stays[turn.unit] -= 1
-                else:
-                    window.remove(turn.unit)
-                    yield Op("await gather", number, turn.unit)
-                    self.present.add(turn.unit)
-                num_used += 1
-            yield from post()
+                yield from queue.use(turn.unit)
+            yield from queue.post()
             yield from self._exchanges_ahead(number, ahead.get(index, ()))
             yield from turn.ops
-            if releases and has_weights and not stays[turn.unit]:
+            if releases and has_weights and not queue.stays[turn.unit]:
                 self.present.discard(turn.unit)
                 yield Op("release", number, turn.unit)
         yield from self._exchanges_ahead(number, ahead.get(len(turns), ()))
@@ -615,122 +438,13 @@ class _Step:
         if next_cut.at_home or next_cut == self.views[number].cut:
             return {}
         self.ahead = self._switch(number + 1).ahead
-        leads = self.views[number].leads
-        final_turns = [index for index, turn in enumerate(turns) if turn.final and leads]
+
+        # They are spread over the turns of the last backward, or come after all turns.
+        places = [len(turns)]
+        if self.views[number].leads:
+            places = [index for index, turn in enumerate(turns) if turn.final] or places
         by_turn: dict[int, list[int]] = {}
         for i in range(self.ahead):
-            turn = final_turns[i * len(final_turns) // self.ahead] if final_turns else len(turns)
-            by_turn.setdefault(turn, []).append(i)
+            place = places[i * len(places) // self.ahead]
+            by_turn.setdefault(place, []).append(i)
         return by_turn
-
-
-class _Disk:
-    """What of a home on disk is in memory, while a program grows. Mutable. `units`: that lie
-    there."""
-
-    def __init__(self, units: Sequence[int]):
-        self.units = frozenset(units)
-        self.masters = Counter[int]()  # users
-        # Units with the part that was asked for: a master until it is used, others until they are
-        # written.
-        self.asked: set[tuple[int, str]] = set()
-        self.sums: set[int] = set()  # units that have gradient sums
-        self.writing: deque[Op] = deque()
-
-    def ask(self, unit: int, part: str, number: int = 0) -> Iterator[Op]:
-        """Read a part of a unit, unless that has been asked for."""
-        if (unit, part) in self.asked or (part == "master" and self.masters[unit]):
-            return
-        if part == "state" and (unit, "record") in self.asked:
-            yield from self.await_writes()
-        self.asked.add((unit, part))
-        yield Op("read", number, unit, part=part)
-
-    def have(self, number: int, unit: int) -> Iterator[Op]:
-        """Bring the master of a unit, until it is left."""
-        if not self.masters[unit]:
-            yield from self.ask(unit, "master", number)
-            self.asked.remove((unit, "master"))
-            yield Op("await read", number, unit, part="master")
-        self.masters[unit] += 1
-
-    def leave(self, number: int, unit: int) -> Iterator[Op]:
-        """End a use of a master, which goes with the last one."""
-        self.masters[unit] -= 1
-        if not self.masters[unit]:
-            yield Op("evict", number, unit, part="master")
-
-    def have_record(self, unit: int, next_unit: int | None) -> Iterator[Op]:
-        """Bring the record of a unit, until it is written, and ask for that of `next_unit`."""
-        yield from self.ask(unit, "record")
-        yield Op("await read", unit=unit, part="record")
-        if next_unit is not None:
-            yield from self.ask(next_unit, "record")
-        self.masters[unit] += 1
-
-    def bring_sums(self, number: int, unit: int) -> Iterator[Op]:
-        """Bring the gradient sums of a unit, if there are some."""
-        if unit in self.sums:
-            if any(op.unit == unit for op in self.writing):
-                yield from self.await_writes()
-            yield Op("read", number, unit, part="sums")
-            yield Op("await read", number, unit, part="sums")
-        self.sums.add(unit)
-
-    def have_sums(self, number: int, unit: int) -> Iterator[Op]:
-        """Bring the gradient sums of a unit; zeros, if there are none."""
-        is_new = unit not in self.sums
-        yield from self.bring_sums(number, unit)
-        if is_new:
-            yield Op("total", number, unit)
-
-    def write(self, number: int, unit: int, part: str) -> Iterator[Op]:
-        """Write a part of a unit, when that before it is written."""
-        yield from self.await_writes()
-        yield from self.write_beside(number, unit, part)
-
-    def write_beside(self, number: int, unit: int, part: str) -> Iterator[Op]:
-        """Write a part of a unit while that before it is written."""
-        self.writing.append(Op("write", number, unit, part=part))
-        yield self.writing[-1]
-
-    def await_writes(self, part: str | None = None, but: int | None = None) -> Iterator[Op]:
-        """Await what is written, oldest first: all, or as far as it is of a part. What is of the
-        unit `but`, and what follows it, goes on."""
-        while self.writing and part in (None, self.writing[0].part) and self.writing[0].unit != but:
-            op = self.writing.popleft()
-            self.asked.discard((op.unit, op.part))
-            if op.part == "record":
-                self.masters[op.unit] -= 1
-            yield op._replace(kind="await write")
-
-
-@lru_cache(maxsize=256)
-def _nominal_elements(spec: ModelSpec, layout: Layout, learned: bool) -> Mapping[int, int]:
-    """Elements of each moving unit on a rank, all or those that are trained. [Note: windows]"""
-    elements = dict.fromkeys(range(spec.units + 1), 0)
-    for param in spec.params:
-        if not (learned and param.frozen):
-            slices = layout.weight_ranks if param.dim is not None else 1
-            elements[moving_unit(spec, param)] += -(-param.elements // slices)
-    return elements
-
-
-class _Window(deque[int]):
-    """Units whose gathers, or reductions, are under way, oldest first. Mutable. [Note: windows]"""
-
-    def __init__(self, steps: Steps, view: RankLayout, kind: str):
-        super().__init__()
-        itemsize = steps.bytes[kind == "reduce"]
-        elements = _nominal_elements(view.spec, view.layout, kind == "reduce")
-        self.size = {unit: elements * itemsize for unit, elements in elements.items()}
-        self.capacity = max(self.size[unit] for unit in range(1, view.spec.layers + 1))
-
-    def fits(self, unit: int) -> bool:
-        """Whether a unit may be under way beside the others. One always may."""
-        return not self or sum(self.size[u] for u in self) + self.size[unit] <= self.capacity
-
-    def make_room(self, unit: int) -> Iterator[int]:
-        """Those that must end before this unit begins, oldest first."""
-        while not self.fits(unit):
-            yield self.popleft()

@@ -14,6 +14,7 @@ with several packs, a home on disk.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from longshift.layout.layout import Layout
@@ -41,13 +42,18 @@ class Visit:
 def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) -> Visit:
     """A group whose micro-batches have documents of these lengths. An empty pack is one token
     without a target."""
+    # Events of a chunked layout cut the loss of each chunk.
     if layout.chunk:
         return Visit(layout, len(packs))
+
+    # Packs of equal lengths are laid out once.
     blocks_by_pack = {}
     for pack in set(map(tuple, packs)):
         order = pack_order(layout, pack)
-        blocks_by_pack[pack] = loss_blocks(spec, order.local_tokens // layout.contiguous_ranks)
-    return Visit(layout, len(packs), tuple(blocks_by_pack[tuple(pack)] for pack in packs))
+        rows = order.local_tokens // layout.contiguous_ranks
+        blocks_by_pack[pack] = loss_blocks(spec, rows)
+    blocks = tuple(blocks_by_pack[tuple(pack)] for pack in packs)
+    return Visit(layout, len(packs), blocks)
 
 
 class RankLayout:
@@ -65,7 +71,9 @@ class RankLayout:
         self.learned = self.units & {
             moving_unit(spec, param) for param in spec.params if not param.frozen
         }
+        # The tied embedding moves as a unit of its own, after all others.
         self.tied = (spec.units,) if spec.units in self.units else ()
+
         # Weights come and sums go by collectives among holders.
         self.collective = cut.at_home or cut.side == "rows"
 
@@ -197,73 +205,75 @@ class _StageMessages:
         return [message]
 
 
+@dataclass(frozen=True, eq=False)
 class _Turns:
     """Turns of packs, whole or chunked: what they have in common is where gradients go."""
 
-    def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool):
-        self.view = view
-        self.visit = visit
-        self.number = number
-        self.closing = closing
-        self.learns = learns
+    view: RankLayout
+    visit: Visit
+    number: int
+    closing: bool
+    learns: bool
 
     def reduce(self, unit: int, micro: int) -> Iterator[Op]:
         """The operation that brings sums home after a backward of a unit on this micro-batch, where
         they go then."""
         layout = self.view.layout
+        # In vertical order the micro-batches of a unit follow each other, so one reduction serves
+        # all.
         if micro == self.visit.micros - 1:
             is_due = self.closing or layout.zero >= 2
         else:
             is_due = layout.zero >= 2 and layout.order != "vertical"
-        if is_due and unit in self.view.learned and self.view.collective:
+        has_holders = unit in self.view.learned and self.view.collective
+        if is_due and has_holders:
             yield Op("reduce", self.number, unit)
 
 
 class _WholeTurns(_Turns):
     """Turns of packs that are computed whole."""
 
-    def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool):
-        super().__init__(view, visit, number, closing, learns)
-        self.moves = view.layout.offload != "device"
-        # Blocks whose forward keeps no graph for the backward (arXiv 1604.06174): all but the last
-        # ones of each model chunk, whose backward comes first. What recompute selective
+    @cached_property
+    def recomputed(self) -> set[int]:
+        """Blocks whose forward keeps no graph for the backward (arXiv 1604.06174)."""
+        # The backward of the last blocks comes first, so these are kept. What recompute selective
         # (2205.05198) computes again, it does inside the backward: see `model.attention`.
-        self.recomputed: set[int] = set()
-        if view.layout.recompute == "full" and learns:
+        view = self.view
+        recomputed = set[int]()
+        if view.layout.recompute == "full" and self.learns:
             for chunk in view.chunks:
                 blocks = [unit for unit in chunk if 1 <= unit <= view.spec.layers]
-                self.recomputed.update(blocks[: max(0, len(blocks) - view.layout.kept_blocks)])
+                num_recomputed = max(0, len(blocks) - view.layout.kept_blocks)
+                recomputed.update(blocks[:num_recomputed])
+        return recomputed
 
     def forward(self, chunk: int, *micros: int) -> Iterator[UnitTurn]:
         """Turns of forwards of micro-batches. That of the head is part of its loss, which is here
         where nothing is learned."""
         for unit in self.view.chunks[chunk]:
-            if unit <= self.view.spec.layers:
-                yield UnitTurn(
-                    unit, tuple(op for micro in micros for op in self._forward(unit, micro))
-                )
-            elif not self.learns:
-                yield UnitTurn(
-                    unit, tuple(op for micro in micros for op in self._loss(unit, micro))
-                )
+            is_head = unit > self.view.spec.layers
+            if is_head and self.learns:
+                continue
+            make_ops = self._loss if is_head else self._forward
+            ops = (op for micro in micros for op in make_ops(unit, micro))
+            yield UnitTurn(unit, tuple(ops))
 
     def backward(self, chunk: int, *micros: int) -> Iterator[UnitTurn]:
         """Turns of backwards of micro-batches. What waits in a tier is fetched one unit, or
         micro-batch, ahead."""
         # One fetch goes ahead, so that it crosses the link while another unit is computed.
         units = self.view.chunks[chunk][::-1]
-        fetches = iter(
-            [*(self._moves("fetch", unit, micro) for unit in units for micro in micros), []]
-        )
-        ops = next(fetches)
+
+        fetches = deque(self._moves("fetch", unit, micro) for unit in units for micro in micros)
+        fetches.append([])
+        ops = fetches.popleft()
+
+        # Operations of all micro-batches of a unit are one turn.
         for unit in units:
+            make_ops = self._loss if unit > self.view.spec.layers else self._backward
             for micro in micros:
-                ops += next(fetches)
-                ops += (
-                    self._loss(unit, micro)
-                    if unit > self.view.spec.layers
-                    else self._backward(unit, micro)
-                )
+                ops += fetches.popleft()
+                ops += make_ops(unit, micro)
             yield UnitTurn(unit, tuple(ops))
             ops = []
 
@@ -277,9 +287,10 @@ class _WholeTurns(_Turns):
 
     def _loss(self, unit: int, micro: int) -> Iterator[Op]:
         """Loss of the head, and its gradient where it learns, a block of rows after another."""
+        turn = "loss" if self.learns else "score"
         for block in range(self.visit.loss_blocks[micro]):
-            turn = "loss" if self.learns else "score"
             yield Op("compute", self.number, unit, micro, turn=turn, number=block)
+            # Gradients of a block are added up before the next block leaves its own.
             if self.learns:
                 yield from self._accumulate(unit)
         if self.learns:
@@ -290,13 +301,15 @@ class _WholeTurns(_Turns):
         return (Op("accumulate", self.number, moving) for moving in self.view.learning(unit))
 
     def _op(self, kind: Kind, unit: int, micro: int, turn: str = "") -> Op:
+        # Unit 0 is the embedding.
         part = "block with output" if unit in self.recomputed else "block" if unit else "embed"
         return Op(kind, self.number, unit, micro, turn=turn, part=part)
 
     def _moves(self, kind: Kind, unit: int, micro: int) -> list[Op]:
         """The operation that moves what waits for a backward to its tier or from there, if it waits
         in one."""
-        return [self._op(kind, unit, micro)] if self.moves and unit in self.recomputed else []
+        is_near = self.view.layout.offload == "device"
+        return [] if is_near or unit not in self.recomputed else [self._op(kind, unit, micro)]
 
     def _forward(self, unit: int, micro: int) -> Iterator[Op]:
         """The forward of a unit on a micro-batch; what waits for a backward goes to its tier."""
@@ -322,17 +335,18 @@ class _ChunkedTurns(_Turns):
 
     def forward(self, chunk: int, micro: int) -> Iterator[UnitTurn]:
         """Turns of a forward."""
-        view = self.view
-        for unit, turn in forward_turns(
-            view.chunks[chunk], view.spec.layers, view.layout.every, self.learns
-        ):
+        layers = self.view.spec.layers
+        units = self.view.chunks[chunk]
+        for unit, turn in forward_turns(units, layers, self.view.layout.every, self.learns):
             yield UnitTurn(unit, (Op("compute", self.number, unit, micro, chunk, turn),))
 
     def backward(self, chunk: int, micro: int) -> Iterator[UnitTurn]:
         """Turns of a backward, with forwards again where these kept too little."""
-        view = self.view
-        for unit, turn in backward_turns(view.chunks[chunk], view.spec.layers, view.layout.every):
+        layers = self.view.spec.layers
+        units = self.view.chunks[chunk]
+        for unit, turn in backward_turns(units, layers, self.view.layout.every):
             ops = [Op("compute", self.number, unit, micro, turn=turn)]
+            # A forward that is played again leaves no gradients.
             if turn != "forward":
                 ops += self.reduce(unit, micro)
             yield UnitTurn(unit, tuple(ops))

@@ -42,7 +42,7 @@ def chart(
     """Curves. `x`, `y`: what the axes say, None: what the toolbar chooses; `zero`: where `y`
     begins; `limit`: a line at this x."""
     data = {
-        "series": [one._asdict() for one in series],
+        "series": [curve._asdict() for curve in series],
         "x": x,
         "y": y,
         "logx": log,

@@ -11,7 +11,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.profile.report import FAMILIES, rate
 from longshift.reports.page import Series, bars, chart, folded, grid, paragraphs, write_page
 from longshift.reports.run_page import shares_of
-from longshift.trainer.auto_plan import PlannedTask
+from longshift.trainer.planned_task import PlannedTask
 
 GIB = 2**30
 WORDS = {  # of a layout, before their number
@@ -38,12 +38,12 @@ def write_plan(plan: PlannedTask, file: Path) -> None:
     """Write the page. Raises UsageError where the file cannot be written."""
     cluster = plan.task.cluster
     lines = plan.lines()
+    # Indented lines are items of a list, and a line that ends with a colon is its title.
     sentences = [line for line in lines if not line.startswith(" ") and not line.endswith(":")]
-    parts = [paragraphs(line[:1].upper() + line[1:] for line in (*_choice(plan), *sentences))]
-    parts += [grid(_charts(plan)), folded("What else was compared", paragraphs(lines))]
-    write_page(
-        file, f"longshift plan: {cluster.nodes} x {cluster.devices_per_node} {cluster.name}", parts
-    )
+    summary = [line[:1].upper() + line[1:] for line in (*_choice(plan), *sentences)]
+    compared = folded("What else was compared", paragraphs(lines))
+    title = f"longshift plan: {cluster.nodes} x {cluster.devices_per_node} {cluster.name}"
+    write_page(file, title, [paragraphs(summary), grid(_charts(plan)), compared])
 
 
 def in_words(layout: Layout) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from longshift.cluster.host import has_gpu
-from longshift.command_results import CommandResult, fields_table
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.files import read_json_object
+from longshift.print_result import CommandResult, fields_table
 from longshift.step_report import explain
 from longshift.trainer.metrics import GroupMetrics, StepMetrics, read_rows
 from longshift.trainer.plan_file import read as read_plan
@@ -89,12 +89,7 @@ def read_run(path: Path) -> RunReport:
         raise UsageError(f"{path} has no step yet: there is nothing to report")
     series = {name: [_finite(getattr(row, name)) for row in rows] for name in SERIES}
     predicted = [
-        {
-            "step": row.step,
-            "seconds": row.seconds,
-            "predicted_seconds": row.predicted_seconds,
-            "band": row.band,
-        }
+        {name: getattr(row, name) for name in ("step", "seconds", "predicted_seconds", "band")}
         for row in rows
         if row.predicted_seconds is not None
     ]
@@ -127,6 +122,7 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
     last = rows[-1]
     latest = folder.latest
     plan = read_plan(folder.path)
+    # In its first step a process allocates memory, and is slower than usual.
     usual = [row.tokens_per_s for row in rows if not row.first] or [last.tokens_per_s]
     causes = read_causes(folder)
     spec = config.spec

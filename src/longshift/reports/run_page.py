@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longshift.command_results import size_text
 from longshift.layout.layout import format_size
+from longshift.print_result import size_text
 from longshift.reports.page import (
     Series,
     Style,
@@ -77,6 +77,7 @@ class _Drawn(NamedTuple):
 def write(runs: Sequence[RunReport], file: Path) -> None:
     """Write the page. Raises UsageError where the file cannot be written."""
     names = [Path(run.name).name for run in runs]
+    # Folders of one name are told apart by their paths.
     if len(set(names)) < len(runs):
         names = [run.name for run in runs]
     drawn = [
@@ -85,7 +86,7 @@ def write(runs: Sequence[RunReport], file: Path) -> None:
     ]
     longest_s = max(run.facts["seconds"] for run in runs)
     unit, unit_s = next((time for time in TIMES if longest_s >= time[1]), TIMES[-1])
-    is_thinned = any(len(one.kept) < len(one.run.steps) for one in drawn)
+    is_thinned = any(len(entry.kept) < len(entry.run.steps) for entry in drawn)
     parts = (
         paragraphs(map(_sentence, drawn)),
         grid(_charts(drawn, is_thinned)),
@@ -93,7 +94,7 @@ def write(runs: Sequence[RunReport], file: Path) -> None:
     )
     data = {
         "by": ("steps", "tokens", unit),
-        "x": [one.along(unit_s) for one in drawn],
+        "x": [entry.along(unit_s) for entry in drawn],
         "smooth": 0.9 * is_thinned,
     }
     write_page(file, f"longshift report: {', '.join(names)}", parts, data)
@@ -141,19 +142,21 @@ def _charts(drawn: Sequence[_Drawn], is_thinned: bool) -> Iterator[str]:
         f" Of a long run, the lowest and the highest of each of {STRETCHES} stretches are drawn,"
         " and smoothed." * is_thinned
     )
-    has_valid = any(one.run.valid for one in drawn)
+    has_valid = any(entry.run.valid for entry in drawn)
     losses = _series(drawn, "loss", "training" * has_valid)
-    for one in drawn:
-        if one.run.valid:
-            column = one.column(one.run.valid, "loss")
-            losses.append(one.series("validation", column, len(drawn) + one.number, "dash"))
+    for entry in drawn:
+        if entry.run.valid:
+            column = entry.column(entry.run.valid, "loss")
+            losses.append(entry.series("validation", column, len(drawn) + entry.number, "dash"))
     yield chart("Loss", note, losses, "nats a token", wide=True)
     for title, sentence, key, axis, zero in BY_STEP:
         yield chart(title, sentence, _series(drawn, key), axis, zero=zero)
     memory = _series(drawn, "memory_bytes", "process")
-    for one in drawn:
-        tensors = [one.run.memory["device"]["total"]] * len(one.run.steps)
-        memory.append(one.series("tensors, as forecast", tensors, len(drawn) + one.number, "dash"))
+    for entry in drawn:
+        tensors = [entry.run.memory["device"]["total"]] * len(entry.run.steps)
+        memory.append(
+            entry.series("tensors, as forecast", tensors, len(drawn) + entry.number, "dash")
+        )
     yield chart(
         "Memory",
         "Of the fullest rank: its process at the most, and its tensors.",
@@ -163,9 +166,9 @@ def _charts(drawn: Sequence[_Drawn], is_thinned: bool) -> Iterator[str]:
     )
 
     by_length = {}
-    for one in drawn:
-        for upto, loss in one.run.valid[-1]["by_length"].items() if one.run.valid else ():
-            by_length.setdefault(f"to {format_size(int(upto))}", {})[one.name] = loss or 0.0
+    for entry in drawn:
+        for upto, loss in entry.run.valid[-1]["by_length"].items() if entry.run.valid else ():
+            by_length.setdefault(f"to {format_size(int(upto))}", {})[entry.name] = loss or 0.0
     if by_length:
         yield bars(
             "Validation by length",
@@ -173,13 +176,13 @@ def _charts(drawn: Sequence[_Drawn], is_thinned: bool) -> Iterator[str]:
             by_length,
             "{:.4f}".format,
         )
-    for one in drawn:
-        yield from _charts_of_run(one)
+    for entry in drawn:
+        yield from _charts_of_run(entry)
 
 
 def _series(drawn: Sequence[_Drawn], key: str, what: str = "") -> list[Series]:
     """A curve of every run."""
-    return [one.series(what, one.run.series[key], one.number) for one in drawn]
+    return [entry.series(what, entry.run.series[key], entry.number) for entry in drawn]
 
 
 def _charts_of_run(drawn: _Drawn) -> Iterator[str]:
@@ -231,7 +234,7 @@ def shares_of(rows: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 def _tables(drawn: Sequence[_Drawn], names: Sequence[str]) -> Iterator[str]:
     """Facts, settings and sums, each folded."""
-    runs = [one.run for one in drawn]
+    runs = [entry.run for entry in drawn]
     head = ("", *names)
     if len(runs) > 1:
         yield folded("Settings that differ", _differences(runs, head))

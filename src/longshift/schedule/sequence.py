@@ -76,13 +76,16 @@ class TokenOrder:
         """int64 [local_tokens]: the global index of each local token, PADDING (-1) where there is
         none."""
         document_starts = (0, *accumulate(self.lengths))
+
         parts = []
         for run in self.runs[rank]:
+            # Padding is no token of the pack, and its runs have no place in it.
             if run.document == PADDING:
                 parts.append(np.full(run.length, PADDING, np.int64))
             else:
                 start = document_starts[run.document] + run.start
-                parts.append(np.arange(start, start + run.length, dtype=np.int64))
+                stop = start + run.length
+                parts.append(np.arange(start, stop, dtype=np.int64))
         return _concatenate(parts)
 
     def positions(self, rank: int) -> np.ndarray:
@@ -136,10 +139,11 @@ def pairs(
     """
     if window is not None:
         return _windowed_pairs(order, query_coord, key_coord, window)
-    key_stretches = {each.document: each for each in _stretches(order.runs[key_coord])}
+    key_stretches = {stretch.document: stretch for stretch in _stretches(order.runs[key_coord])}
     computed: list[Pair] = []
     for stretch in _stretches(order.runs[query_coord]):
         tokens = stretch.tokens
+        # Padding attends to itself: a query without keys would have no log-sum-exp.
         if query_coord == key_coord:
             computed.append(Pair(tokens, tokens, "causal"))
         elif stretch.document != PADDING and stretch.document in key_stretches:
@@ -188,7 +192,7 @@ def _stretches(runs: Sequence[Run]) -> Iterator[_Stretch]:
 
 
 def _find_stretch(runs: Sequence[Run], document: int) -> _Stretch | None:
-    return next((each for each in _stretches(runs) if each.document == document), None)
+    return next((stretch for stretch in _stretches(runs) if stretch.document == document), None)
 
 
 def _rectangles(queries: _Stretch, keys: _Stretch) -> list[Pair]:
@@ -222,7 +226,8 @@ def _locate(stretch: _Stretch, offset: int = 0) -> list[_LocatedRun]:
     local_start = stretch.tokens.start
     for run in stretch.runs:
         start = run.start + offset
-        located.append(_LocatedRun((start, start + run.length), local_start - start))
+        positions = start, start + run.length
+        located.append(_LocatedRun(positions, local_start - start))
         local_start += run.length
     return located
 
@@ -230,12 +235,15 @@ def _locate(stretch: _Stretch, offset: int = 0) -> list[_LocatedRun]:
 def _windowed_pairs(
     order: TokenOrder, query_coord: int, key_coord: int, window: int
 ) -> tuple[Pair, ...]:
-    key_runs = {each.document: _locate(each) for each in _stretches(order.runs[key_coord])}
+    key_runs = {stretch.document: _locate(stretch) for stretch in _stretches(order.runs[key_coord])}
     windowed: list[Pair] = []
     for stretch in _stretches(order.runs[query_coord]):
         if query_coord == key_coord or stretch.document != PADDING:
-            document_keys = key_runs.get(stretch.document, [])
-            windowed += _band_pairs(_locate(stretch), document_keys, window)
+            queries = _locate(stretch)
+            keys = key_runs.get(stretch.document, [])
+            windowed += _band_pairs(queries, keys, window)
+
+    # The diagonal comes first: it reaches every query, so that no sum begins without keys.
     return tuple(sorted(windowed, key=lambda pair: pair.mask != "causal"))
 
 
@@ -265,9 +273,13 @@ def _piece_sizes(length: int, ranks: int, first_coord: int) -> list[int]:
     """
     size, remainder = divmod(length, 2 * ranks)
     sizes = [size] * (2 * ranks)
+
+    # Fewer than 2R tokens are left over, so a coordinate gets two at most.
     for number in range(remainder):
         coord = (first_coord + number) % ranks
-        sizes[coord if number < ranks else 2 * ranks - 1 - coord] += 1
+        is_low = number < ranks
+        piece = coord if is_low else 2 * ranks - 1 - coord
+        sizes[piece] += 1
     return sizes
 
 
@@ -275,9 +287,12 @@ def _zigzag(document: int, bounds: Sequence[int], coord: int) -> list[Run]:
     """The pieces `coord` and its mirror image as runs. `bounds`: the 2R+1 piece boundaries."""
     low = coord
     high = len(bounds) - 2 - coord
-    spans = [(bounds[low], bounds[low + 1]), (bounds[high], bounds[high + 1])]
-    if bounds[low + 1] == bounds[high]:
-        spans = [(bounds[low], bounds[high + 1])]
+    low_start, low_stop = bounds[low : low + 2]
+    high_start, high_stop = bounds[high : high + 2]
+    spans = [(low_start, low_stop), (high_start, high_stop)]
+    # Pieces that touch are one run, so that runs are maximal.
+    if low_stop == high_start:
+        spans = [(low_start, high_stop)]
     return [Run(document, start, stop - start) for start, stop in spans if stop > start]
 
 

@@ -19,14 +19,8 @@ from typing import Literal
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.schedule import chunks
-from longshift.schedule.chunks import (
-    Buffer,
-    Event,
-    Policy,
-    backward_events,
-    end_events,
-    forward_events,
-)
+from longshift.schedule.block_events import Policy, backward_events, end_events, forward_events
+from longshift.schedule.event import Buffer, Event
 from longshift.schedule.sequence import Run, TokenOrder
 from longshift.spec.model import ModelSpec
 
@@ -126,9 +120,11 @@ def forward_turns(
     *recomputed_groups, last_group = _groups(units, layers, every if learns else 0)
     if units[0] == 0:
         yield 0, "embed"
-    for first, *others in recomputed_groups:
+
+    # Of a recomputed group the input of its first block waits, and nothing of the rest.
+    for first, *rest in recomputed_groups:
         yield first, "pass"
-        for unit in others:
+        for unit in rest:
             yield unit, "pass on"
     for unit in last_group:
         yield unit, "forward" if learns else "pass on"
@@ -143,11 +139,13 @@ def backward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tu
         yield units[-1], "loss"
     for unit in reversed(last_group):
         yield unit, "backward"
-    for *others, end in reversed(recomputed_groups):
-        for unit in others:
+
+    # The last block of a recomputed group needs no forward before its backward, which plays both.
+    for *rest, end in reversed(recomputed_groups):
+        for unit in rest:
             yield unit, "forward"
         yield end, "backward from x"
-        for unit in reversed(others):
+        for unit in reversed(rest):
             yield unit, "backward"
     if units[0] == 0:
         yield 0, "embed_back"

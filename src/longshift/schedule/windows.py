@@ -78,14 +78,20 @@ def _later_pieces(queries: Span, keys: Span, window: int) -> Iterator[BandPiece]
     # Both spans as places in a block, cut at each other's ends.
     shifted_keys = keys[0] + window, keys[1] + window
     cuts = list(pairwise(sorted({*queries, *shifted_keys})))
-    query_spans = [(a, b) for a, b in cuts if queries[0] <= a and b <= queries[1]]
-    key_spans = [(a, b) for a, b in cuts if shifted_keys[0] <= a and b <= shifted_keys[1]]
+    query_spans = [span for span in cuts if _is_inside(span, queries)]
+    key_spans = [span for span in cuts if _is_inside(span, shifted_keys)]
     for span in query_spans:
-        a, b = span
-        if span in key_spans and b - a > 1:
-            # A query sees the keys after its own place, so the last one sees none.
-            yield BandPiece((a, b - 1), (a + 1 - window, b - window), "later")
-        later_spans = [key_span for key_span in key_spans if key_span[0] >= b]
-        if later_spans:
-            later_keys = later_spans[0][0] - window, later_spans[-1][1] - window
-            yield BandPiece(span, later_keys, "all")
+        # 1. The triangle. A query sees the keys after its own place, so the last one sees none.
+        first, end = span
+        if span in key_spans and end - first > 1:
+            keys = first + 1 - window, end - window
+            yield BandPiece((first, end - 1), keys, "later")
+
+        # 2. The rectangle of all keys further on, which lie without gaps.
+        later_first = max(end, shifted_keys[0])
+        if later_first < shifted_keys[1]:
+            yield BandPiece(span, (later_first - window, shifted_keys[1] - window), "all")
+
+
+def _is_inside(span: Span, outer: Span) -> bool:
+    return outer[0] <= span[0] and span[1] <= outer[1]

@@ -42,6 +42,8 @@ LOOKS = 3
 BAND = 0.12
 HELD = 0.8  # share of steps that were held back, which a band holds
 
+PlaySteps = Callable[[Mapping[str, float]], np.ndarray]  # seconds of each step, by figures
+
 
 def bounded(error: np.ndarray) -> np.ndarray:
     """Errors whose squares grow like a line beyond OUTLIER (Huber's loss): a step that no constant
@@ -128,14 +130,14 @@ class _StepParts:
     parts: Mapping[str, np.ndarray]
 
     @classmethod
-    def by(
-        cls, play: Callable[[Mapping[str, float]], np.ndarray], constants: Mapping[str, float]
-    ) -> "_StepParts":
+    def by(cls, play: PlaySteps, constants: Mapping[str, float]) -> "_StepParts":
         seconds = play(constants)
+
         parts = {}
         for name, value in constants.items():
             slower_s = play({**constants, name: value * (1 + WORSE) ** _power(name)})
             parts[name] = (slower_s - seconds) / WORSE
+
         return cls(constants, seconds, parts)
 
     def at(self, constants: Mapping[str, float]) -> np.ndarray:
@@ -167,7 +169,7 @@ def band_of_errors(errors: Sequence[float] | np.ndarray) -> float:
     return max(ERROR, float(np.sort(np.abs(errors))[rank - 1]))
 
 
-def by_steps(play: Callable[[Mapping[str, float]], np.ndarray], measured_s: np.ndarray) -> StepFit:
+def by_steps(play: PlaySteps, measured_s: np.ndarray) -> StepFit:
     """What steps that took `measured_s`, two or more, say. `play`: the clock's seconds of each step
     where figures of the cluster are so many times what they are (`Cluster.moved`)."""
     measured_s = np.asarray(measured_s, dtype=float)

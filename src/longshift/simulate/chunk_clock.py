@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from longshift.cluster.cluster import Cluster
 from longshift.layout.layout import Layout
 from longshift.schedule import chunks
-from longshift.schedule.chunks import LANES, Event, dependencies
+from longshift.schedule.event import LANES, Event, dependencies
 from longshift.schedule.sequence import Run
 from longshift.schedule.unit_events import EventLists, Turn, event_lists
 from longshift.simulate.cost import Cost
@@ -42,13 +42,13 @@ class ChunkClock:
         cut = chunks.cut_chunks(list(pack), self.layout.chunk)
         events = self.lists(cut, window)
         pieces = timeline(events.by_turn[turn], self._seconds(events, cut, window))
-        busy: dict[str, float] = {}
+        busy = {}
         for piece in pieces:
             busy[piece.lane] = busy.get(piece.lane, 0.0) + piece.end - piece.start
-        until = max(
-            (piece.end for piece in pieces if piece.lane in ("compute", "link")), default=0.0
-        )
-        return until, max(busy.values(), default=0.0)
+
+        # Copies to a tier may end later: they go on beside the next unit.
+        ends = [piece.end for piece in pieces if piece.lane in ("compute", "link")]
+        return max(ends, default=0.0), max(busy.values(), default=0.0)
 
     def lists(self, cut: Sequence[Sequence[Run]], window: int | None) -> EventLists:
         """Event lists of the first rank, which has no fewer heads than another."""
@@ -70,6 +70,7 @@ class ChunkClock:
         def seconds(event: Event) -> float:
             if event.kind in ("fetch", "store"):
                 return self._copy_s(event)
+
             is_attention = event.name.startswith("attend")
             keys = None
             if is_attention:
@@ -125,7 +126,7 @@ class ChunkClock:
 
 
 def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[TimedWork]:
-    """The pieces of work of a list by number, on the lanes of `schedule.chunks.LANES`.
+    """The pieces of work of a list by number, on the lanes of `schedule.event.LANES`.
 
     Each lane does one thing at a time, in the list's order. An event without a lane takes no time:
     who waits for it waits for its own dependencies.

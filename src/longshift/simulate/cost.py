@@ -7,20 +7,19 @@ elementwise ones. What travels between ranks during a turn is said apart, so tha
 lanes overlaps it as the runtime does. Numbers or arrays of meshes, tokens and pairs that broadcast.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from longshift.cluster.cluster import Device, Number
+from longshift.cluster.cluster import Number
 from longshift.layout import axes
-from longshift.layout.axes import Degrees
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model.packed_attention import EVEN, LONG
+from longshift.simulate.habits import Habits
+from longshift.simulate.mesh import Mesh
 from longshift.simulate.rates import CUDNN_BACKEND, Rates
 from longshift.simulate.turn_calls import (
     DEGREES,
@@ -30,11 +29,10 @@ from longshift.simulate.turn_calls import (
     exact_calls,
     turn_calls,
 )
-from longshift.spec.formats import FORMATS, Wire, adds_inside
+from longshift.simulate.work import Work
 from longshift.spec.model import ModelSpec
 from longshift.weigh.recorder import AttentionCall, DeviceCall, Transport
 from longshift.weigh.turn_profile import Part, Phase
-from longshift.weigh.weight_memory import gradient_passes, weight_passes
 
 RECOMPUTE = ("none", "selective", "full")  # codes: positions here
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over
@@ -71,65 +69,6 @@ OF_PRESETS = 0.87
 # visit of Qwen3 0.6B with a pack of 667 tokens, 28 blocks of 128 kernels, took 0.14 s on an H200,
 # not compiled (benchmarks/results/gpu_auto.json).
 LAUNCHES = 4.0
-# Names of devices.
-HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-CUDNN = re.compile(r"\b(G?H(20|100|200|800)|G?B[123]00)\b")
-
-
-@dataclass(frozen=True)
-class Habits:
-    """How a run computes and what it sends, as far as that takes seconds.
-
-    compiled                    elementwise operations of norms, rotary embedding, gates and the
-                                loss are one kernel each
-    accumulated                 gradients of matmuls are added to their sum in a pass of its own,
-                                else where they are made
-    rounded                     matmuls of blocks take factors of eight bits
-    codes                       those factors are multiplied as codes (`model.float8`), else rounded
-    cudnn                       on a preset, attention to documents and pieces of at least LONG
-                                tokens, or of whole multiples of EVEN, goes to a kernel that is as
-                                much faster as FLASH3 says, but for what is left of EVEN
-                                (`model.cut`); a profile has its curve
-    gathered, reduced           bytes of weights, and of gradient sums, on the wire over those where
-                                they are kept
-    gather_coded, reduce_coded  bytes that a rank reads and writes for each element that it gathers,
-                                or reduces, in another format than it is kept in; then gradients go
-                                by an all-to-all
-    gradient_bytes              of an element of gradient sums
-    """
-
-    compiled: bool = False
-    accumulated: bool = False
-    rounded: bool = False
-    codes: bool = False
-    cudnn: bool = False
-    gathered: float = 1.0
-    reduced: float = 1.0
-    gather_coded: float = 0.0
-    reduce_coded: float = 0.0
-    gradient_bytes: float = 4.0
-
-
-def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
-    """Those of a run with `train.compile` or without, in this precision on this device, with these
-    formats on the wire."""
-    weight_bytes = FORMATS[precision].compute_bytes
-    sum_bytes = FORMATS[precision].home_bytes
-    is_hopper = HOPPER.search(device.name) is not None
-    has_cudnn = CUDNN.search(device.name) is not None
-    rounded = FORMATS[precision].float8
-    return Habits(
-        compiled=compile,
-        accumulated=not adds_inside(weight_bytes, sum_bytes, device.kind == "cuda"),
-        rounded=rounded,
-        codes=rounded and is_hopper,
-        cudnn=weight_bytes == 2 and has_cudnn,
-        gathered=wire.bytes_of("weights", weight_bytes) / weight_bytes,
-        reduced=wire.bytes_of("gradients", sum_bytes) / sum_bytes,
-        # What is sent is a share of what is taken.
-        gather_coded=float(weight_passes(wire, weight_bytes, sum_bytes)[1]),
-        reduce_coded=float(sum(gradient_passes(wire, sum_bytes))),
-    )
 
 
 @dataclass(frozen=True)
@@ -160,6 +99,8 @@ def sizes(spec: ModelSpec) -> Sizes:
     keys = spec.kv_heads * spec.head_width
     block_elements = spec.width * (2 * inner + 2 * keys + (2 + spec.gated) * spec.ffn)
     head_elements = spec.width * spec.vocab
+
+    # Adapters count too: they are trained, and no weights of a block's own matmuls.
     trained = head_trained = 1.0
     if spec.learned != spec.parameters:
         learned = [param for param in spec.params if not param.frozen]
@@ -182,103 +123,9 @@ def sizes(spec: ModelSpec) -> Sizes:
     )
 
 
-class Mesh(Degrees[Number]):
-    """Degrees of the axes that share a pack, fastest first,
-    numbers or arrays: 1 where left out. Immutable."""
-
-    def __init__(self, *degrees: Number):
-        names = [axis.name for axis in axes.token_axes()]
-        self.degrees: dict[str, Number] = {**dict.fromkeys(names, 1), **dict(zip(names, degrees))}
-
-    @classmethod
-    def of(cls, layout: Degrees[Any]) -> "Mesh":
-        """The mesh of a layout, or of arrays of layouts."""
-        return cls(*(layout.degree(axis.name) for axis in axes.token_axes()))
-
-    def degree(self, axis: str) -> Number:
-        """Raises KeyError for an axis that shares no pack: a mesh knows no replicas and stages."""
-        return self.degrees[axis]
-
-    @cached_property
-    def distinct(self) -> tuple[list[tuple[int, ...]], np.ndarray | int]:
-        """The different meshes among these, and which of them each is."""
-        columns = np.broadcast_arrays(*self.degrees.values())
-        if columns[0].ndim == 0:
-            return [tuple(int(column) for column in columns)], 0
-        # A mesh as one number: numpy finds different numbers faster than different rows.
-        codes = np.zeros(columns[0].shape, np.int64)
-        for column in columns:
-            codes = codes * int(column.max(initial=1) + 1) + column.astype(np.int64)
-        first, index = np.unique(codes, return_index=True, return_inverse=True)[1:]
-        meshes = [tuple(int(column.flat[place]) for column in columns) for place in first]
-        return meshes, index.reshape(codes.shape)
-
-
 def recompute_code(layout: Layout) -> int:
     """Where in RECOMPUTE a layout's recomputation stands."""
     return RECOMPUTE.index(layout.recompute)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Seconds of one turn on one rank, by kind; `kernels`: launches; `traffic_s`: of collectives
-    during the turn, by axis."""
-
-    matmul_s: Number = 0.0
-    attention_s: Number = 0.0
-    elementwise_s: Number = 0.0
-    kernels: Number = 0.0
-    traffic_s: Mapping[str, Number] = field(default_factory=dict)
-
-    def __add__(self, addend: "Work") -> "Work":
-        names = {**self.traffic_s, **addend.traffic_s}
-        return Work(
-            matmul_s=self.matmul_s + addend.matmul_s,
-            attention_s=self.attention_s + addend.attention_s,
-            elementwise_s=self.elementwise_s + addend.elementwise_s,
-            kernels=self.kernels + addend.kernels,
-            traffic_s={
-                name: self.traffic_s.get(name, 0.0) + addend.traffic_s.get(name, 0.0)
-                for name in names
-            },
-        )
-
-    def times(self, factor: Number) -> "Work":
-        return Work(
-            matmul_s=self.matmul_s * factor,
-            attention_s=self.attention_s * factor,
-            elementwise_s=self.elementwise_s * factor,
-            kernels=self.kernels * factor,
-            traffic_s={name: seconds * factor for name, seconds in self.traffic_s.items()},
-        )
-
-    @property
-    def under_attention_s(self) -> Number:
-        """Seconds of traffic that goes on under attention."""
-        return sum((self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if axis.overlaps), 0.0)
-
-    @property
-    def waited_s(self) -> Number:
-        """Seconds of traffic that nothing hides."""
-        return sum(
-            (self.traffic_s.get(axis.name, 0.0) for axis in axes.AXES if not axis.overlaps), 0.0
-        )
-
-    @property
-    def device_s(self) -> Number:
-        """Seconds that the device computes."""
-        return self.matmul_s + self.attention_s + self.elementwise_s
-
-    def compute_s(self, launch_s: Number) -> np.ndarray:
-        """Seconds without traffic: the longer of the device's work and of its launches."""
-        return np.maximum(self.device_s, np.asarray(self.kernels) * launch_s)
-
-    def exposed_s(self, launch_s: Number) -> np.ndarray:
-        """Seconds in Longshift: traffic exposed but for what attention hides, or what the launches
-        take if that is longer."""
-        exposed_s = np.maximum(0.0, np.asarray(self.under_attention_s) - self.attention_s)
-        busy_s = self.device_s + self.waited_s + exposed_s
-        return np.maximum(busy_s, np.asarray(self.kernels) * launch_s)
 
 
 @dataclass(frozen=True)
@@ -287,7 +134,7 @@ class Cost:
 
     spec: ModelSpec
     rates: Rates
-    habits: Habits = Habits()
+    habits: Habits = Habits()  # noqa: RUF009  (frozen)
 
     @property
     def transport(self) -> Transport:
@@ -348,6 +195,7 @@ class Cost:
         are a block's, whose factors may have eight bits."""
         attention = [call for call in calls if isinstance(call, AttentionCall)]
         remainder = [call for call in calls if not isinstance(call, AttentionCall)]
+        # `_work` counts no launches of attention: they are none of the remainder's.
         work = self._work([exact_calls(mesh, remainder)], 0, 0.0, is_block)
         attention_s = sum((self.piece_s(call) for call in attention), 0.0)
         return replace(work, attention_s=attention_s, kernels=work.kernels + len(attention))
@@ -383,9 +231,11 @@ class Cost:
         pass_bytes = _value(_stack(recorded, "pass_bytes"), index, tokens)
         kernels = _pick(np.array([calls.kernels for calls in recorded]), index, tokens)
         kernels = kernels + coding_kernels
+
         byte_factor = (FUSED_PASSES if self.habits.compiled else PASSES)[self.transport]
         elementwise_s = self.rates.elementwise_s(byte_factor * pass_bytes)
         elementwise_s = elementwise_s + kernels * self.rates.dispatch_s
+
         return Work(
             matmul_s=matmul_s,
             elementwise_s=elementwise_s,
@@ -501,6 +351,8 @@ class Cost:
                 call.rows, call.pairs, heads.query, heads.width, call.backward
             )
             return float(flash_s / self.attention_gain(call.rows, call.pairs, call.backward))
+
+        # The calls that training gives to cuDNN's kernel, as in `attention_gain`.
         has_cudnn = call.rows % EVEN == 0 or min(call.rows, call.keys) >= LONG
         return float(
             rates.cluster.attention_s(
@@ -524,9 +376,8 @@ class Cost:
         rates = self.rates
         is_measured = rates.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
-        is_even = (np.asarray(queries if piece is None else piece) % EVEN == 0) & (
-            length >= queries
-        )
+        multiple = np.asarray(queries if piece is None else piece)
+        is_even = (multiple % EVEN == 0) & (length >= queries)
         is_long = (length >= LONG) & (np.asarray(queries) >= LONG)
         has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn
         uses_cudnn = has_cudnn & (is_even | is_long)
@@ -543,8 +394,11 @@ class Cost:
     def again(self, forward: Work, code: np.ndarray) -> Work:
         """What a backward computes again of a block's `forward`: attention alone, or all but
         attention. `code`: of RECOMPUTE."""
-        hidden = {axis.name for axis in axes.AXES if axis.overlaps}
-        traffic_s = {name: seconds for name, seconds in forward.traffic_s.items() if name in hidden}
+        # Keys travel again where attention is computed again; other traffic goes with the rest.
+        traffic_s = {}
+        for axis in axes.AXES:
+            if axis.overlaps and axis.name in forward.traffic_s:
+                traffic_s[axis.name] = forward.traffic_s[axis.name]
         attention = Work(attention_s=forward.attention_s, traffic_s=traffic_s)
         remainder = forward + attention.times(-1)
         is_selective = code == RECOMPUTE.index("selective")

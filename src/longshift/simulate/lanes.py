@@ -55,7 +55,7 @@ class TimedWork(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Work:
+class _PendingWork:
     """A piece under way, or not yet. Mutable.
 
     `remaining_s`: seconds at full rate, as of `since`, the most of all parties'.
@@ -113,7 +113,7 @@ class _Lanes:
         ]
         self.next = [0] * len(lists)
         self.now = 0.0
-        self.works: list[_Work | None] = [None] * len(numbers)
+        self.works: list[_PendingWork | None] = [None] * len(numbers)
         self.ended = bytearray(len(numbers))
         self.waiting: dict[int, list[int]] = {}  # ranks, by the piece that they wait for
         self.resources: dict[tuple[int, tuple[str, ...]], list[int]] = {}  # of a rank, by names
@@ -133,9 +133,11 @@ class _Lanes:
         while self.heap:
             end, _, version, number = heapq.heappop(self.heap)
             work = self.works[number]
+            # An entry of an older version was pushed before the piece changed its rate.
             if work is not None and work.version == version:
                 self.now = end
                 self._finish(number, work)
+
         for rank, actions in enumerate(self.lists):
             if self.next[rank] < len(actions):
                 raise ValueError(
@@ -172,23 +174,23 @@ class _Lanes:
 
         It does if a single rank awaits it at once while nothing else goes on.
         """
-        return (
-            len(self.lists) == 1
-            and not self.under_way
-            and index + 1 < len(actions)
-            and actions[index + 1][0] == actions[index][0]
-            and isinstance(actions[index + 1][1], End)
-            and not (action.crowds and set(action.crowds) & set(action.uses))
-        )
+        if len(self.lists) > 1 or self.under_way or index + 1 == len(actions):
+            return False
+        number, next_action = actions[index + 1]
+        if number != actions[index][0] or not isinstance(next_action, End):
+            return False
+        return not (action.crowds and set(action.crowds) & set(action.uses))
 
     def _begin(self, rank: int, number: int, action: Begin) -> None:
         work = self.works[number]
         if work is None:
-            work = self.works[number] = _Work(action, action.parties or (rank,))
+            work = self.works[number] = _PendingWork(action, action.parties or (rank,))
             self.under_way += 1
         lane = self.lanes.setdefault((rank, action.lane), len(self.queues))
         if lane == len(self.queues):
             self.queues.append(deque())
+
+        # Parties may say different seconds: of a message the sender alone knows its bytes.
         work.remaining_s = max(work.remaining_s, action.seconds)
         work.share = max(work.share, action.share)
         work.queues[rank] = lane
@@ -208,7 +210,7 @@ class _Lanes:
             self.crowding += [0] * num_new
         return self.resources[key]
 
-    def _start(self, number: int, work: _Work) -> None:
+    def _start(self, number: int, work: _PendingWork) -> None:
         """Start a piece that all parties have begun, where it is first in all lanes."""
         if work.start >= 0 or len(work.queues) < len(work.parties):
             return
@@ -223,7 +225,7 @@ class _Lanes:
             self.crowding[place] += 1
         self._share((*work.places, *work.crowds), number)
 
-    def _finish(self, number: int, work: _Work) -> None:
+    def _finish(self, number: int, work: _PendingWork) -> None:
         """End a piece, and go on with all that waits for it."""
         self.ended[number] = True
         self.works[number] = None
@@ -233,6 +235,8 @@ class _Lanes:
         for place in work.crowds:
             self.crowding[place] -= 1
         self._share((*work.places, *work.crowds))
+
+        # What is next in a lane starts before ranks that waited begin more.
         for rank in work.parties:
             self.spans.append(
                 TimedWork(rank, work.begin.lane, work.begin.key, work.start, self.now)
@@ -244,7 +248,7 @@ class _Lanes:
                 assert following is not None
                 self._start(queue[0], following)
         for rank in self.waiting.pop(number, ()):
-            self.next[rank] += 1
+            self.next[rank] += 1  # past the action that waited
             self._advance(rank)
 
     def _share(self, places: Sequence[int], fresh: int = -1) -> None:

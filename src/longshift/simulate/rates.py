@@ -149,10 +149,14 @@ class Rates:
         """Seconds of [m, k] @ [k, n], without its launch."""
         if self.cluster is not None:
             return self.cluster.matmul_s(m, k, n, self.dtype) / self.constants.hot
-        tiles = np.ceil(np.asarray(m) / TILE[0]) * np.ceil(np.asarray(n) / TILE[1])
+
+        # `tail` waves of tiles are lost at the end; a start is worth `ramp` elements of k.
+        tile_rows, tile_columns = TILE
+        tiles = np.ceil(np.asarray(m) / tile_rows) * np.ceil(np.asarray(n) / tile_columns)
         tiles = tiles + self.constants.tail * self.multiprocessors
         depth = k + self.constants.ramp
-        compute_s = 2.0 * TILE[0] * TILE[1] * depth * tiles / self.matmul_flops_per_s
+        compute_s = 2.0 * tile_rows * tile_columns * depth * tiles / self.matmul_flops_per_s
+
         moved_bytes = self.element_bytes * (m * k + k * n + m * n)
         return np.maximum(compute_s, moved_bytes / self.memory_bytes_per_s)
 
@@ -163,9 +167,11 @@ class Rates:
         heads of `width`, by the kernel that short documents go to: not by cuDNN's."""
         if self.has_attention:
             return self._measured_attention_s(rows, pairs, heads, width, backward)
+        # Two matmuls forward and five backward, of 2 FLOP a pair and element of a head.
         pair_flops = 10.0 if backward else 4.0
         paid_pairs = pairs + EXTRA_PAIRS * np.asarray(rows, dtype=float)
         flops = pair_flops * heads * width * paid_pairs
+
         return flops / (self.backward_flops_per_s if backward else self.forward_flops_per_s)
 
     def elementwise_s(self, moved_bytes: Number) -> np.ndarray:
@@ -183,10 +189,13 @@ class Rates:
             seconds = collective_s(self.cluster, operation, size_bytes, ranks, ranks_per_node)
         else:
             seconds = self.fabric.collective_s(operation, size_bytes, ranks, ranks_per_node)
+
+        # Ranks of a send wait for one other, whatever the group.
         late_s = self.late_s
         if self.cluster is not None and "late" in self.cluster.curves:
             members = np.minimum(ranks, 2.0) if operation == "send" else ranks
             late_s = self.cluster.curves["late"](members)
+
         return seconds + np.where(np.asarray(ranks) > 1, late_s, 0.0)
 
     def crowd(self, between: Number) -> np.ndarray:

@@ -32,6 +32,8 @@ from longshift.weigh.turn_profile import Part, Phase, RankSetup, layout_of, loss
 UnitKind = Literal["embeddings", "block", "head"]
 DEGREES = np.arange(3)  # of sizes, in tokens
 
+Collectives = dict[tuple[str, str], np.ndarray]  # by axis and operation
+
 
 class TurnKind(NamedTuple):
     """Which turn of which model, on the first rank of a mesh: degrees of the axes that share
@@ -73,7 +75,7 @@ class TurnCalls:
     pass_bytes: np.ndarray
     kernels: float
     attention: np.ndarray
-    collectives: dict[tuple[str, str], np.ndarray]
+    collectives: Collectives
     held_bytes: np.ndarray
 
     @property
@@ -101,6 +103,8 @@ def turn_calls(kind: TurnKind) -> TurnCalls:
     if kind.unit != "block" and layout.sequence > layout.weight_ranks:
         sharing = {axis.name: 1 for axis in axes.token_axes() if axis.shares == "tokens"}
         return _on_mesh(recorded(**sharing), kind.mesh)
+
+    # Where ranks do not divide the key/value heads, some heads are on two ranks.
     if layout.ulysses > 2 and kind.spec.kv_heads % (layout.weight_ranks * layout.ulysses) == 0:
         return _on_mesh(recorded(ulysses=2), kind.mesh)
     if layout.ring > 4:
@@ -111,12 +115,13 @@ def turn_calls(kind: TurnKind) -> TurnCalls:
 def _on_mesh(calls: TurnCalls, mesh: tuple[int, ...]) -> TurnCalls:
     """The same for ranks with as many tokens each, on a mesh of more sequence-parallel ranks, among
     which heads are shared."""
-    before, layout = calls.layout, layout_of(mesh)
+    recorded = calls.layout
+    layout = layout_of(mesh)
+    # Column 3 has the query heads of a rank, which are fewer.
     attention = calls.attention.copy()
-    attention[:, 3] *= before.neighbor_ranks / layout.neighbor_ranks
-    fewer_tokens = (
-        before.sequence * layout.weight_ranks / (before.weight_ranks * layout.sequence)
-    ) ** DEGREES
+    attention[:, 3] *= recorded.neighbor_ranks / layout.neighbor_ranks
+    share = recorded.sequence * layout.weight_ranks / (recorded.weight_ranks * layout.sequence)
+    fewer_tokens = share**DEGREES
     return replace(
         calls,
         mesh=mesh,
@@ -161,13 +166,15 @@ def _longer_ring(two: TurnCalls, four: TurnCalls, mesh: tuple[int, ...]) -> Turn
 
 def _mean_calls(kind: TurnKind) -> TurnCalls:
     """Recorded calls of a turn of a unit; of blocks that do not all compute alike, their mean."""
+    # Blocks that compute alike are recorded once, as the first of them.
     shares = {1: 1.0}
     if kind.unit == "block":
         layers = kind.spec.layers
         alike = [kind.spec.like(block) for block in range(1, layers + 1)]
         shares = {block: alike.count(block) / layers for block in dict.fromkeys(alike)}
     recorded = [(share, _recorded_calls(kind, block)) for block, share in shares.items()]
-    collectives: dict[tuple[str, str], np.ndarray] = {}
+
+    collectives: Collectives = {}
     for share, calls in recorded:
         for key, row in calls.collectives.items():
             collectives[key] = collectives.get(key, np.zeros(4)) + share * row
@@ -248,7 +255,7 @@ def calls_by_degree(
     matmuls: dict[Matmul, int] = {}
     pass_bytes = np.zeros(3)
     attention = np.zeros((2, 5))
-    collectives: dict[tuple[str, str], np.ndarray] = {}
+    collectives: Collectives = {}
     for call in calls:
         match call:
             case Matmul():

@@ -1,4 +1,4 @@
-"""Streaming: plays the events of `schedule.chunks` over the seams of a unit.
+"""Streaming: plays the events of `schedule.block_events` over the seams of a unit.
 
 Papers: FPDT (arXiv 2408.16978); the exact backward of a part of attention from its global output
 and log-sum-exp is FlashAttention's (arXiv 2205.14135).
@@ -27,10 +27,11 @@ from torch import Tensor
 from longshift.dist.collectives import Group
 from longshift.documents.micro import ChunkedPack, HostPack
 from longshift.model.decoder import Head
+from longshift.model.functions import accum_dtype
+from longshift.model.kernels import empty_output
 from longshift.parallel import ring
 from longshift.program.operations import Op
-from longshift.schedule import chunks
-from longshift.schedule.chunks import Event
+from longshift.schedule.event import MULTIPLYING_BACK, Buffer, Event
 from longshift.schedule.unit_events import EventLists, event_lists, tier_key
 from longshift.step.runner import Runner, loss_of_rows, score_of_rows
 from longshift.stream.tiers import Tier
@@ -41,12 +42,13 @@ class ChunkedPacks(Runner):
     """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate`
     adds the gradients on a unit's weights to their sums."""
 
-    def __init__(self, *how: Any, tier: Tier, accumulate: Callable[[int], object]):
-        super().__init__(*how)
+    def __init__(self, *arguments: Any, tier: Tier, accumulate: Callable[[int], object]):
+        super().__init__(*arguments)
         self.tier: Tier = tier
         self.accumulate = accumulate
         self.loaded: dict[int, ChunkedPack] = {}
         self.recorder: Recorder | None = None
+
         # Steps repeat the cuts of their packs, so the lists of the last few are kept.
         compute_bytes = self.precision.compute.itemsize
         self._lists = lru_cache(maxsize=8)(
@@ -79,18 +81,18 @@ class ChunkedPacks(Runner):
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its
         gradient after the unit."""
         x = self.crossing.pop((op.micro, op.chunk, op.turn))
-        name, unit = ("g", op.unit + 1) if op.turn == "backward" else ("h", op.unit)
+        name = "dy" if op.turn == "backward" else "x"
         orders = self.lists(self.loaded[op.micro], op.unit).orders
-        for chunk, part in enumerate(
-            self.split(x, [order.local_tokens // self.layout.contiguous_ranks for order in orders])
-        ):
-            self.tier.put((op.micro, unit, name, chunk), part)
+        tokens = [order.local_tokens // self.layout.contiguous_ranks for order in orders]
+        for chunk, part in enumerate(self.split(x, tokens)):
+            self.tier.put(tier_key(op.micro, op.unit, (name, chunk)), part)
 
     def depart(self, op: Op) -> None:
         """Give what another stage needs: x after the unit, its gradient before it. [Note: stage
         boundaries] All of it is on the device."""
-        name, unit = ("g", op.unit) if op.turn == "backward" else ("h", op.unit + 1)
-        keys = [(op.micro, unit, name, chunk) for chunk in range(len(self.loaded[op.micro]))]
+        name = "dx" if op.turn == "backward" else "y"
+        count = len(self.loaded[op.micro])
+        keys = [tier_key(op.micro, op.unit, (name, chunk)) for chunk in range(count)]
         parts = [self.tier.fetch(key)()[0] for key in keys]
         self.crossing[op.micro, op.chunk, op.turn] = self.join(op.micro, parts)
         self.tier.recycle(parts)
@@ -114,6 +116,7 @@ class Segment(NamedTuple):
 
     def back(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the inputs, which leaves those of the weights on them."""
+        # Sums of attention's gradients are wider than the outputs, and autograd takes their format.
         torch.autograd.backward(
             list(self.outputs), [g.to(y.dtype) for g, y in zip(grads, self.outputs)]
         )
@@ -143,8 +146,10 @@ class ChunkPlayer:
         self.lists = runner.lists(self.pack, unit)
         self.orders = self.lists.orders
         self.window = runner.spec.window(unit)
-        self.live: dict[chunks.Buffer, Any] = {}
-        self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
+
+        # What is on the device while events are played.
+        self.live: dict[Buffer, Any] = {}
+        self.fetched: dict[Buffer, bool] = {}  # whether it has been waited for
 
     def run(self, events: Sequence[Event]) -> None:
         """Play events in their order."""
@@ -159,7 +164,8 @@ class ChunkPlayer:
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
-            if event.name in chunks.MULTIPLYING_BACK:
+            # Sums of gradients need memory before a matmul adds to them.
+            if event.name in MULTIPLYING_BACK:
                 self.runner.copies.expect(self.unit)
             self.compute(event)
         elif event.kind == "accumulate":
@@ -179,11 +185,11 @@ class ChunkPlayer:
     def compute(self, event: Event) -> None:
         getattr(self, event.name)(event)  # one of the methods below
 
-    def key(self, buffer: chunks.Buffer) -> tuple:
+    def key(self, buffer: Buffer) -> tuple:
         """The key of a buffer in the tier."""
         return tier_key(self.number, self.unit, buffer)
 
-    def _here(self, buffer: chunks.Buffer) -> None:
+    def _here(self, buffer: Buffer) -> None:
         """Wait for a buffer that is being fetched."""
         if self.fetched.get(buffer) is False:
             wait = self.live[buffer]
@@ -205,9 +211,12 @@ class ChunkPlayer:
         index = self.ring_group.index
         if c == j:
             return partial(ring.pairs, self.orders[c], index, window=self.window)
+        # The document that both chunks have is the first of c and the last of j.
+        later = self.orders[c]
+        earlier = self.orders[j]
         distance = self.pack.chunks[c][0].start - self.pack.chunks[j][-1].start
         return lambda sender: ring.pairs_across(
-            self.orders[c], index, self.orders[j], sender, distance, self.window
+            later, index, earlier, sender, distance, self.window
         )
 
     # Operations of a block
@@ -224,6 +233,7 @@ class ChunkPlayer:
             return (q, k, v) if is_exchanged_later else self.ops.to_heads(q, k, v)
 
         qkv = self._graph("graph", event, project, self._one("x", c))
+        # The exchange begins a graph of its own.
         if is_exchanged_later:
             self.live["qkv", c] = tuple(t.detach() for t in qkv)
         else:
@@ -231,9 +241,8 @@ class ChunkPlayer:
 
     def to_heads(self, event: Event) -> None:
         """Exchange the chunk's tokens for heads."""
-        self._heads(
-            event, self._graph("exchange", event, self.ops.to_heads, *self.live["qkv", event.chunk])
-        )
+        qkv = self.live["qkv", event.chunk]
+        self._heads(event, self._graph("exchange", event, self.ops.to_heads, *qkv))
 
     def _graph(
         self, name: str, event: Event, function: Callable[..., Any], *inputs: Tensor
@@ -260,15 +269,12 @@ class ChunkPlayer:
         kv = self._one("kv", j)
         is_first = c == j
         if is_first:
-            sum_dtype = torch.promote_types(q.dtype, torch.float32)
-            self.live["o", c] = (
-                torch.empty_like(q, dtype=sum_dtype),
-                q.new_empty(q.shape[:2], dtype=sum_dtype),
-            )
+            self.live["o", c] = empty_output(q, accum_dtype(q))
         out, lse = self.live["o", c]
         ring.forward_into(
             out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ring_group, is_first
         )
+        # A chunk attends to itself first, then to earlier chunks in their order.
         last_keys = c - 1 if self.lists.first_keys[c] < c else c
         if j == last_keys:
             self.live["o", c] = (out.to(q.dtype), lse)
@@ -285,17 +291,14 @@ class ChunkPlayer:
 
     def _o(self, c: int) -> Tensor:
         """The output of attention as the rest of the block takes it."""
-        return (
-            self.live["o_tokens", c].outputs[0]
-            if ("o_tokens", c) in self.live
-            else self._one("o", c)
-        )
+        if ("o_tokens", c) in self.live:
+            return self.live["o_tokens", c].outputs[0]
+        return self._one("o", c)
 
     def tail(self, event: Event) -> None:
         """What follows attention in a block, without a graph."""
-        self.live["y", event.chunk] = (
-            self._tail(self._one("x", event.chunk), self._o(event.chunk)),
-        )
+        c = event.chunk
+        self.live["y", c] = (self._tail(self._one("x", c), self._o(c)),)
 
     def tail_back(self, event: Event) -> None:
         """Its gradients, from a graph that is made again."""
@@ -305,9 +308,9 @@ class ChunkPlayer:
             self.live[buffer] = (grad,)
 
     def to_tokens_back(self, event: Event) -> None:
-        self.live["do", event.chunk] = tuple(
-            self.live["o_tokens", event.chunk].back([self._one("do_tokens", event.chunk)])
-        )
+        c = event.chunk
+        grads = [self._one("do_tokens", c)]
+        self.live["do", c] = tuple(self.live["o_tokens", c].back(grads))
 
     def attend_back(self, event: Event) -> None:
         """Add the gradients of a pair of chunks to dq of chunk c and dk, dv of chunk j."""
@@ -315,32 +318,32 @@ class ChunkPlayer:
         j = event.keys
         q = self._one("q", c)
         kv = self._one("kv", j)
-        sum_dtype = torch.promote_types(q.dtype, torch.float32)
-        for buffer, like in ((("dq", c), q), (("dkv", j), kv)):
-            if buffer not in event.reads and buffer not in self.live:
-                self.live[buffer] = (torch.zeros_like(like, dtype=sum_dtype),)
-        dq = self._one("dq", c)
-        dkv = self._one("dkv", j)
+        dq = self._sums(("dq", c), q)
+        dkv = self._sums(("dkv", j), kv)
         do = self._one("do", c)
         o, lse = self.live["o", c]
         ring.backward_into(
             dq, dkv, do, q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ring_group
         )
 
+    def _sums(self, buffer: Buffer, like: Tensor) -> Tensor:
+        """Sums of gradients that grow in place, zeros where there are none."""
+        if buffer not in self.live:
+            self.live[buffer] = (torch.zeros_like(like, dtype=accum_dtype(like)),)
+        return self._one(*buffer)
+
     def to_heads_back(self, event: Event) -> None:
         c = event.chunk
-        self.live["dqkv", c] = tuple(
-            self.live["exchange", c].back([self._one("dq", c), *self._one("dkv", c)])
-        )
+        grads = [self._one("dq", c), *self._one("dkv", c)]
+        self.live["dqkv", c] = tuple(self.live["exchange", c].back(grads))
 
     def qkv_back(self, event: Event) -> None:
         """The gradient of the residual stream before the block."""
         c = event.chunk
-        grads = (
-            self.live["dqkv", c]
-            if ("dqkv", c) in self.live
-            else (self._one("dq", c), *self._one("dkv", c))
-        )
+        if ("dqkv", c) in self.live:
+            grads = self.live["dqkv", c]
+        else:
+            grads = (self._one("dq", c), *self._one("dkv", c))
         (dx,) = self.live["graph", c].back(grads)
         self.live["dx", c] = (dx.add_(self._one("dr", c)),)  # the graph keeps it too
 
@@ -352,6 +355,7 @@ class ChunkPlayer:
     def embed_back(self, event: Event) -> None:
         with torch.enable_grad():
             y = self.module(None, self.pack.micros[event.chunk], self.ops)
+        # An embedding that is not trained has no graph.
         if y.requires_grad:
             torch.autograd.backward(y, self._one("dy", event.chunk))
 
@@ -360,19 +364,17 @@ class ChunkPlayer:
         c = event.chunk
         x = self._one("x", c)
         assert isinstance(self.module, Head)
+        # Blocks of rows fill one gradient, each its own rows.
         if event.keys == 0:
             self.live["dx", c] = (torch.empty_like(x),)
         dx = self._one("dx", c)
-        self.runner.counts(
-            loss_of_rows(
-                self.module, x, dx, self.pack.micros[c], self.ops, event.keys, self.runner.seed
-            )
-        )
+        micro = self.pack.micros[c]
+        loss = loss_of_rows(self.module, x, dx, micro, self.ops, event.keys, self.runner.seed)
+        self.runner.counts(loss)
 
     def score(self, event: Event) -> None:
         """Loss of a block of rows of a chunk."""
         assert isinstance(self.module, Head)
+        x = self._one("x", event.chunk)
         micro = self.pack.micros[event.chunk]
-        self.runner.counts(
-            score_of_rows(self.module, self._one("x", event.chunk), micro, self.ops, event.keys)
-        )
+        self.runner.counts(score_of_rows(self.module, x, micro, self.ops, event.keys))

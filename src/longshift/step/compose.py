@@ -30,9 +30,11 @@ def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
         world.prepare(layout.groups(axis.name), axis.name)
     world.prepare(holders, "gather")
     world.prepare(holders, "reduce")
+    stages = layout.ranks("pp", of=world.rank)
     for direction in ("rising", "falling"):
         world.prepare(layout.groups("pp"), direction)
-        world.group(layout.ranks("pp", of=world.rank), direction).meet(world.device)
+        # Pairs of stages meet now: see [Note: first contact] in `dist.collectives`.
+        world.group(stages, direction).meet(world.device)
 
 
 def layout_ops(spec: ModelSpec, layout: Layout, world: World, kernel: Kernel) -> LayoutOps:
@@ -45,4 +47,5 @@ def layout_ops(spec: ModelSpec, layout: Layout, world: World, kernel: Kernel) ->
 
 @lru_cache(maxsize=64)
 def _composed(used: tuple[str, ...]) -> type[LayoutOps]:
+    # The classes replace different methods, so one class can have all of theirs.
     return type("ComposedSeams", tuple(SEAMS[axis] for axis in used) or (LayoutOps,), {})

@@ -26,39 +26,50 @@ class OperationPlayer(ABC):
             "leave": self._leave,
             "load": lambda op: self._runner_of(op).load(op.micro, self.packs[op.visit, op.micro]),
             "unload": lambda op: self._runner_of(op).unload(op.micro),
-            "gather": lambda op: self._copies(op).gather(op.unit),
-            "await gather": lambda op: self._copies(op).ready(op.unit),
-            "release": lambda op: self._copies(op).release(op.unit),
+            "gather": self._by_copies("gather"),
+            "await gather": self._by_copies("ready"),
+            "release": self._by_copies("release"),
             "receive": self._receive,
             "await receive": self._await_receive,
             "send": self._send,
             "await send": self._await_send,
-            "compute": lambda op: self._runner_of(op).compute(op),
-            "arrive": lambda op: self._runner_of(op).arrive(op),
-            "depart": lambda op: self._runner_of(op).depart(op),
-            "put": lambda op: self._runner_of(op).put(op),
-            "fetch": lambda op: self._runner_of(op).fetch(op),
-            "await fetch": lambda op: self._runner_of(op).await_fetch(op),
-            "drop": lambda op: self._runner_of(op).drop(op),
-            "accumulate": lambda op: self._copies(op).accumulate(op.unit),
-            "reduce": lambda op: self._copies(op).reduce(op.unit),
-            "await reduce": lambda op: self._copies(op).reduced(op.unit),
-            "open": lambda op: self._copies(op).open(op.unit),
+            "compute": self._by_runner("compute"),
+            "arrive": self._by_runner("arrive"),
+            "depart": self._by_runner("depart"),
+            "put": self._by_runner("put"),
+            "fetch": self._by_runner("fetch"),
+            "await fetch": self._by_runner("await_fetch"),
+            "drop": self._by_runner("drop"),
+            "accumulate": self._by_copies("accumulate"),
+            "reduce": self._by_copies("reduce"),
+            "await reduce": self._by_copies("reduced"),
+            "open": self._by_copies("open"),
             "exchange": self._exchange,
             "await exchange": lambda op: self._transfers[op.visit, op.way].take_in(op.number),
-            "close": lambda op: self._copies(op).close(op.unit),
+            "close": self._by_copies("close"),
             "arrived": lambda op: self._count(op, "weights"),
             "total": self._total,
             "forget": self._forget,
             "norm": self._norm,
             "update": self._update,
             "pack": lambda op: self.home.pack(op.unit, self.world),
-            "read": lambda op: self.home.read(op.unit, op.part),
-            "await read": lambda op: self.home.ready(op.unit, op.part),
-            "evict": lambda op: self.home.evict(op.unit, op.part),
-            "write": lambda op: self.home.write(op.unit, op.part),
-            "await write": lambda op: self.home.written(op.unit, op.part),
+            "read": self._by_home("read"),
+            "await read": self._by_home("ready"),
+            "evict": self._by_home("evict"),
+            "write": self._by_home("write"),
+            "await write": self._by_home("written"),
         }
+
+    # What the table calls. Who does it is known when an operation is played.
+
+    def _by_runner(self, method: str) -> Callable[[Op], object]:
+        return lambda op: getattr(self._runner_of(op), method)(op)
+
+    def _by_copies(self, method: str) -> Callable[[Op], object]:
+        return lambda op: getattr(self._copies(op), method)(op.unit)
+
+    def _by_home(self, method: str) -> Callable[[Op], object]:
+        return lambda op: getattr(self.home, method)(op.unit, op.part)
 
     @abstractmethod
     def _runner_of(self, op: Op) -> Any:
@@ -82,7 +93,8 @@ class OperationPlayer(ABC):
 
     def _receive(self, op: Op) -> None:
         buffer = self._runner_of(op).boundary(op.micro)
-        self._receiving[op.number] = self._group(op).receive(buffer, op.peer, op.number), buffer
+        pending = self._group(op).receive(buffer, op.peer, op.number)
+        self._receiving[op.number] = pending, buffer
 
     def _await_receive(self, op: Op) -> None:
         pending, buffer = self._receiving.pop(op.number)
@@ -90,9 +102,8 @@ class OperationPlayer(ABC):
         self._runner_of(op).received(op, buffer)
 
     def _send(self, op: Op) -> None:
-        self._sending[op.number] = self._group(op).send(
-            self._runner_of(op).to_send(op).contiguous(), op.peer, op.number
-        )
+        x = self._runner_of(op).to_send(op).contiguous()
+        self._sending[op.number] = self._group(op).send(x, op.peer, op.number)
 
     def _await_send(self, op: Op) -> None:
         self._sending.pop(op.number).wait()
@@ -104,6 +115,7 @@ class OperationPlayer(ABC):
         """The switch that an exchange begins: a `state.transfer.Transfer`."""
 
     def _exchange(self, op: Op) -> None:
+        # A switch begins with its first exchange; the others go on with the same transfer.
         if op.number == 0:
             self._transfers[op.visit, op.way] = self._transfer(op)
         self._transfers[op.visit, op.way].post(op.number)

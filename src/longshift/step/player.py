@@ -165,6 +165,7 @@ class Player(OperationPlayer):
     def _make_runners(self) -> None:
         """Make runners by layout, and copies by cut. Communicators are made in one order on all
         ranks."""
+        # Layouts that cut the weights alike share their working copies.
         by_cut: dict[Cut, Copies] = {}
         for layout, cut in self.itinerary.cuts.items():
             prepare(self.world, self.spec, layout)
@@ -201,9 +202,8 @@ class Player(OperationPlayer):
     def groups(self, lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
         """The step's groups in visiting order."""
         groups = length_groups(lengths, self.edges, self.spec)
-        return tuple(
-            groups[i] for i in self.itinerary.order(tuple(group.layout for group in groups))
-        )
+        order = self.itinerary.order(tuple(group.layout for group in groups))
+        return tuple(groups[number] for number in order)
 
     def record(self, recorder: Recorder | None) -> None:
         """Have a recorder see the events of streams; None: no longer."""
@@ -289,22 +289,26 @@ class Player(OperationPlayer):
         """Begin to count seconds and bytes of a group."""
         group = self.groups_here[op.visit]
         self._began = self.world.now()
-        self.visited.append(GroupVisit(group, sum(self.lengths[d] for d in group.documents)))
-        runner = self.runners[group.layout]
-        if runner.tier is not None:
-            runner.tier.moved.restart()
+        tokens = sum(self.lengths[document] for document in group.documents)
+        self.visited.append(GroupVisit(group, tokens))
+        # A layout's tier stays from step to step, and a visit counts its own bytes.
+        tier = self.runners[group.layout].tier
+        if tier is not None:
+            tier.moved.restart()
 
     def _leave(self, op: Op) -> None:
         """End that."""
         visit = self.visited[-1]
         tier = self._runner_of(op).tier
+        # A copy, since the tier counts anew in the next step.
         visit.moved = replace(tier.moved) if tier is not None else None
         visit.seconds = self.world.now() - self._began
 
     # Messages between stages
 
     def _group(self, op: Op) -> Group:
-        return self.world.group(self._layout(op).ranks("pp", of=self.world.rank), op.way)
+        stages = self._layout(op).ranks("pp", of=self.world.rank)
+        return self.world.group(stages, op.way)
 
     # Switches
 
@@ -313,6 +317,7 @@ class Player(OperationPlayer):
         copies = self._copies(op)
         if op.way == "sums":
             return self.switches.take_home(copies)
+        # The first group's weights come from home alone.
         previous = self.groups_here[op.visit - 1].layout if op.visit else None
         source = None
         if previous is not None and self.steps.source(previous) is not None:
@@ -340,7 +345,8 @@ class Player(OperationPlayer):
         # Groups with packs of their own may share one.
         layouts = dict.fromkeys(group.layout for group in self.groups_here)
         loss_sum = torch.stack([self.runners[layout].loss for layout in layouts]).sum()
-        sums = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
+        squared_norm = self.home.squared_norm().to(loss_sum.device)
+        sums = torch.stack((loss_sum, squared_norm))
         self.sums = tuple(self.world.everyone.all_reduce(sums).tolist())
 
     def _count(self, op: Op, way: str) -> None:

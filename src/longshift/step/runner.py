@@ -107,7 +107,8 @@ class Runner(ABC):
         """Compute one turn of a unit."""
 
     def arrive(self, op: Op) -> None:
-        """Cut what another stage computed into chunks."""
+        """Cut what another stage computed into chunks. Raises NotImplementedError where a layout
+        has no such operation."""
         raise NotImplementedError(op)
 
     depart = put = fetch = await_fetch = drop = arrive
@@ -119,8 +120,8 @@ class WholePacks(Runner):
     output and log-sum-exp; by micro-batch: the residual
     stream `x` and its gradient `g` where the pack has come to."""
 
-    def __init__(self, *how: Any, tier: Tier | None):
-        super().__init__(*how)
+    def __init__(self, *arguments: Any, tier: Tier | None):
+        super().__init__(*arguments)
         self.tier = tier
         self.loaded: dict[int, MicroBatch] = {}
         self.x: dict[int, Tensor] = {}
@@ -135,8 +136,9 @@ class WholePacks(Runner):
             "again": self._again,
             "backward": self._backward,
             "loss": self._loss,
+            "pass on": self._pass_on,
+            "score": self._score,
         }
-        self.turns |= {"pass on": self._pass_on, "score": self._score}
 
     def load(self, micro: int, pack: HostPack) -> None:
         (share,) = pack.shares
@@ -155,29 +157,37 @@ class WholePacks(Runner):
         self.g.pop(micro, None)
 
     def received(self, op: Op, x: Tensor) -> None:
-        (self.x if op.turn == "forward" else self.g)[op.micro] = x
+        self._stream(op)[op.micro] = x
 
     def to_send(self, op: Op) -> Tensor:
-        return (self.x if op.turn == "forward" else self.g).pop(op.micro)
+        return self._stream(op).pop(op.micro)
+
+    def _stream(self, op: Op) -> dict[int, Tensor]:
+        """What a message between stages carries: the residual stream, or its gradient."""
+        return self.x if op.turn == "forward" else self.g
 
     def compute(self, op: Op) -> None:
         self.turns[op.turn](op)
 
     def put(self, op: Op) -> None:
         assert self.tier is not None
-        self.tier.put(self._key(op), *self.inputs.pop(self._key(op)))
+        key = self._key(op)
+        self.tier.put(key, *self.inputs.pop(key))
 
     def fetch(self, op: Op) -> None:
         assert self.tier is not None
-        self.coming[self._key(op)] = self.tier.fetch(self._key(op))
+        key = self._key(op)
+        self.coming[key] = self.tier.fetch(key)
 
     def await_fetch(self, op: Op) -> None:
-        self.inputs[self._key(op)] = self.fetched[self._key(op)] = self.coming.pop(self._key(op))()
+        key = self._key(op)
+        self.inputs[key] = self.fetched[key] = self.coming.pop(key)()
 
     def drop(self, op: Op) -> None:
         assert self.tier is not None
-        self.tier.recycle(self.fetched.pop(self._key(op)))
-        self.tier.drop(self._key(op))
+        key = self._key(op)
+        self.tier.recycle(self.fetched.pop(key))
+        self.tier.drop(key)
 
     @staticmethod
     def _key(op: Op) -> tuple[int, int, str]:
@@ -187,11 +197,11 @@ class WholePacks(Runner):
         """Compute a part without a graph. Its input waits for the backward, with attention's output
         and log-sum-exp."""
         x = self.x[op.micro]
+        # Attention fills the list, so that `again` need not compute it.
         attention_results: list[Tensor] = []
+        ops = self.ops.keeping(attention_results)
         with torch.no_grad():
-            self.x[op.micro] = self.modules[op.unit](
-                x, self.loaded[op.micro], self.ops.keeping(attention_results)
-            )
+            self.x[op.micro] = self.modules[op.unit](x, self.loaded[op.micro], ops)
         self.inputs[self._key(op)] = x, *attention_results
 
     def _pass_on(self, op: Op) -> None:
@@ -205,9 +215,8 @@ class WholePacks(Runner):
         """Compute the loss of a block of rows alone."""
         head = self.modules[op.unit]
         assert isinstance(head, Head)
-        self.counts(
-            score_of_rows(head, self.x[op.micro], self.loaded[op.micro], self.ops, op.number)
-        )
+        x = self.x[op.micro]
+        self.counts(score_of_rows(head, x, self.loaded[op.micro], self.ops, op.number))
 
     def _forward(self, op: Op) -> None:
         """Compute a part that keeps its graph. What goes on is the output without it."""
@@ -235,6 +244,8 @@ class WholePacks(Runner):
         grads = [self.g.pop(op.micro)]
         if edge is not None:
             torch.autograd.backward((edge,), (grads.pop(),))
+
+        # The embedding has no input that could have a gradient.
         if x is not None:
             assert x.grad is not None
             self.g[op.micro] = x.grad
@@ -248,11 +259,9 @@ class WholePacks(Runner):
         self.copies.expect(op.unit)
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)
-        self.counts(
-            loss_of_rows(
-                head, x, self.g[op.micro], self.loaded[op.micro], self.ops, op.number, self.seed
-            )
-        )
+        micro = self.loaded[op.micro]
+        loss = loss_of_rows(head, x, self.g[op.micro], micro, self.ops, op.number, self.seed)
+        self.counts(loss)
         is_last = (op.number + 1) * loss_rows(self.spec, len(x)) >= len(x)
         if is_last:
             del self.x[op.micro]

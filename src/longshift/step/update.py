@@ -89,10 +89,12 @@ def _update(
 ) -> Outcome:
     """Clip by the global norm and update home, or leave it where float16 has overflowed. Units on
     disk follow."""
-    # A step without target tokens has no loss, and its gradients are zero.
+    # 1. Loss and norm. A step without target tokens has no loss, and its gradients are zero.
     loss = loss_sum / max(1, batch.target_tokens)
     norm = squared_norm**0.5 / scale
     is_finite = math.isfinite(norm) and math.isfinite(loss)
+
+    # 2. The update. A float16 overflow skips it, unless the loss scale can go no lower.
     lr = state.schedule.at(state.optimizer.steps)
     if is_finite:
         factor = min(1.0, state.clip / (norm + 1e-6)) if state.clip else 1.0
@@ -104,6 +106,8 @@ def _update(
         raise NonFiniteError(culprit)
     else:
         state.optimizer.skip()
+
+    # 3. What the next step begins with.
     if state.scale:
         state.scale.update(is_finite)
     state.cursor = batch.next_cursor

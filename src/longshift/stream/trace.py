@@ -1,7 +1,7 @@
 """The events that a rank played, by its clock, as a trace that Perfetto (ui.perfetto.dev) and
 chrome://tracing show.
 
-One lane for each of `schedule.chunks.LANES`. What computes or is sent: from its beginning to its
+One lane for each of `schedule.event.LANES`. What computes or is sent: from its beginning to its
 end in the player, a wait for a fetch as a span inside. What is fetched or stored: from when it was
 asked for until it was done; where several are under way, in further lanes of that name. Where
 copies are a GPU's, these are the times of its host: when work was handed to the device.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longshift.errors import UsageError
-from longshift.schedule.chunks import LANES, Buffer, Event
+from longshift.schedule.event import LANES, Buffer, Event
 
 SHOWN = ("compute", "in", "out", "link")  # from the top
 

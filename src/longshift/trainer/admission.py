@@ -109,9 +109,9 @@ def _lacking(
     if need.device.total + process > room:
         alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
         yield (
-            f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in"
-            f" {need.device.op} ({alive}), besides {process / 2**30:.2f} GiB that the process has,"
-            f" and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or ring, z3,"
+            f"rank {need.rank} needs {_gib(need.device.total)} for tensors, in"
+            f" {need.device.op} ({alive}), besides {_gib(process)} that the process has,"
+            f" and there are {_gib(room)} for it; recompute-full, more tp, u or ring, z3,"
             " chunks, a smaller upto or pack take less"
         )
     if waiting["disk"]:
@@ -165,9 +165,9 @@ def _crowded(
     if need * ranks > free:
         parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
         yield (
-            f"what is kept there in the largest step needs {parts} = {need / 2**30:.2f} GiB of each"
-            f" of {ranks} ranks, together {need * ranks / 2**30:.2f} GiB, and"
-            f" {where} {free / 2**30:.2f} GiB free: try {instead}, every1, every4, more tp, u or"
+            f"what is kept there in the largest step needs {parts} = {_gib(need)} of each"
+            f" of {ranks} ranks, together {_gib(need * ranks)}, and"
+            f" {where} {_gib(free)} free: try {instead}, every1, every4, more tp, u or"
             " ring, or a smaller upto"
         )
 

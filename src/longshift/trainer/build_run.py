@@ -29,7 +29,7 @@ from longshift.documents.batch import Batches
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.layout.layout import format_size
-from longshift.model.huggingface import AdapterFolder, WeightFolder
+from longshift.model.weight_folder import AdapterFolder, WeightFolder
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home, Source
 from longshift.state.initial_weights import fingerprint, random_source
@@ -62,7 +62,8 @@ class Stage:
         return self.config.train.steps
 
     def __str__(self) -> str:
-        train, data = self.config.train, self.config.data
+        train = self.config.train
+        data = self.config.data
         layout = " > ".join(f"{edge.use} to {format_size(edge.upto)}" for edge in self.config.edges)
         sizes = (
             f"documents to {format_size(data.max_len)}, {format_size(train.tokens_per_step)} tokens"

@@ -113,9 +113,11 @@ def with_adapters(model: Decoder) -> dict[str, Tensor]:
     for number, unit in enumerate(model.units):
         for p in base.of_unit(number):
             weight = getattr(unit, p.role)
-            a, b = (getattr(unit, f"{p.role}_lora_{which}", None) for which in "ab")
+            a = getattr(unit, f"{p.role}_lora_a", None)
+            b = getattr(unit, f"{p.role}_lora_b", None)
             if lora and a is not None and b is not None:
                 adapter = lora.alpha / lora.rank * (b @ a)
+                # Adapters are [out, in], whatever the weights are.
                 weight = weight + (adapter.mT if unit.input_major else adapter)
             weights[f"units.{number}.{p.role}"] = weight
     return weights
@@ -138,9 +140,8 @@ class Reference:
         self._weights = {
             name: weight for name, weight in self.model.weights().items() if weight.requires_grad
         }
-        self._optimizer = torch_optimizer(
-            case.rule, decay_groups(case.spec, case.rule, self._weights), fused=False
-        )
+        groups = decay_groups(case.spec, case.rule, self._weights)
+        self._optimizer = torch_optimizer(case.rule, groups, fused=False)
         self._losses: list[float] = []
         self._gradients: dict[str, Tensor] = {}
 
@@ -218,6 +219,7 @@ class Comparison:
     def train(self, step: int, state: State, player: Player) -> None:
         """Train a step, counted from 0, and compare its gradients; collective."""
 
+        # At the norm all gradients are at home, and none is clipped yet.
         def compare_gradients(op: Op) -> None:
             if op.kind == "norm":
                 for kind in self._case.gradient_kinds(step):

@@ -160,6 +160,7 @@ class SmallRun:
         low = 0
         for edge, pack in zip(self.edges, self.packs):
             group = [edge]
+            # A middle document, the longest and the shortest that belong to the group.
             while sum(group) < self.replicas * self.micros * pack:
                 group += [low + 1 + (edge - low) // 2, edge, low + 1]
             lengths += group
@@ -286,10 +287,10 @@ def _check_stage(small: SmallRun, device: str) -> tuple[dict[str, Any], list[dic
         rows = []
         for number, (way, ranks) in enumerate(zip(small.ways, worlds)):
             with ranks as world:
-                # All ranks have the same answer.
-                answer, *_ = world.call(f"{__name__}:compare", DEADLINE_S, **run, number=number)
+                answers = world.call(f"{__name__}:compare", DEADLINE_S, **run, number=number)
             computed = _join_names(group.use for group in small.groups(way))
-            rows.append({"layout": _join_names(way), "computed": computed} | answer)
+            # All ranks have the same answer.
+            rows.append({"layout": _join_names(way), "computed": computed} | answers[0])
     return reference, rows
 
 
@@ -338,6 +339,7 @@ def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
     CHUNKS at the least."""
     if not layout.chunk:
         return layout
+    # Each rank that shares the sequence needs a token of a chunk.
     chunk = min(math.ceil(layout.chunk * share), longest // CHUNKS)
     return replace(layout, chunk=max(layout.sequence, chunk))
 
@@ -345,6 +347,7 @@ def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
 def _make_room(small: SmallRun, device: str) -> None:
     """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the
     ranks of a way have together."""
+    # The reference is on the CPU wherever the layouts are.
     on_cpu: dict[str, Sequence[Layout]] = {"one process": [Layout()]}
     if device == "cpu":
         on_cpu |= {_join_names(way): way for way in small.ways}

@@ -96,6 +96,7 @@ def corpus_notes(config: Config, cache: tokens.TokenCache) -> list[str]:
     notes = list(cache.notes)
     limit = config.data.max_len
     if config.data.overlong == "truncate" and cache.learned_tokens is not None:
+        # The target of a token is the next one, so the first token is no target.
         longer = (
             cache.learned(int(number), 1, limit + 1)
             for number in np.flatnonzero(cache.lengths > limit)

@@ -67,6 +67,7 @@ class Display:
     def __exit__(self, *_: object) -> None:
         if self._live:
             with read_or_not():
+                # A run without a step must not leave "waiting for the first step".
                 if self._step is None:
                     self._live.update(Text(""), refresh=True)
                 self._live.stop()

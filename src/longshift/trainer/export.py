@@ -16,7 +16,7 @@ from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import CheckpointError, UsageError
 from longshift.files import read_json_object
 from longshift.layout.box import Box
-from longshift.model.huggingface import (
+from longshift.model.write_folder import (
     TOKEN_IDS,
     TOKENIZER_FILES,
     FolderExtras,

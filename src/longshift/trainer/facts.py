@@ -32,13 +32,13 @@ MENDS = {
 }
 
 
-class Part(BaseModel):
+class FactsPart(BaseModel):
     """A part of what a checkpoint says. Frozen; what it does not know is passed over."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class ChosenKernel(Part):
+class ChosenKernel(FactsPart):
     """The attention kernel of a run, and whether equal inputs give it equal bits."""
 
     kernel: str
@@ -52,7 +52,7 @@ class ChosenKernel(Part):
         return f"{self.kernel} ({'' if self.deterministic else 'not '}deterministic)"
 
 
-class Fingerprints(Part):
+class Fingerprints(FactsPart):
     tokenizer: str
     data: str
 
@@ -61,12 +61,12 @@ def _of_config(*keys: str) -> AliasPath:
     return AliasPath("config", *keys)
 
 
-class Facts(Part):
+class Facts(FactsPart):
     """Where the data goes on, how many updates were made, and of which model, in which format, from
     what and by which kernel the state is. `precision`, `optimizer`, `momentum`: as in
-    `config.TrainConfig`; `moment_names`: of a rule of the user's own, whose code need not be here;
-    `packed`: the format of moments. `attention` is None in checkpoints from before it was kept;
-    `base`: of `state.initial_weights.fingerprint`, None where all weights are trained."""
+    `train_config.TrainConfig`; `moment_names`: of a rule of the user's own, whose code need not be
+    here; `packed`: the format of moments. `attention` is None in checkpoints from before it was
+    kept; `base`: of `state.initial_weights.fingerprint`, None where all weights are trained."""
 
     cursor: Count
     updates: Count
@@ -111,10 +111,10 @@ class Facts(Part):
         kept = {"master": facts.home} | facts.moments
         for kind, found in saved.types.items():
             if found != {TYPES.get(kept[kind]) if kind in kept else None}:
-                how = f"train.precision={facts.precision} and home.moments={facts.packed}"
+                settings = f"train.precision={facts.precision} and home.moments={facts.packed}"
                 raise CheckpointError(
-                    f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {how} do not"
-                    f" keep. {saved.older}"
+                    f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {settings}"
+                    f" do not keep. {saved.older}"
                 )
         return facts
 
@@ -168,16 +168,13 @@ def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, 
     """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field
     that is younger than the checkpoint had its default."""
     now = json.loads(json.dumps(asdict(spec)))
-    before: dict[str, Any] = (
-        {field.name: field.default for field in fields(spec)}
-        | {"full_blocks": [], "freeze": []}
-        | dict(saved)
-    )
-    before |= {
-        name: asdict(Rope()) | dict(before[name])
-        for name in ("rope", "window_rope")
-        if isinstance(before[name], Mapping)
-    }
+    before: dict[str, Any] = {field.name: field.default for field in fields(spec)}
+    # Defaults that are tuples are lists in JSON.
+    before |= {"full_blocks": [], "freeze": []}
+    before |= saved
+    for name in ("rope", "window_rope"):
+        if isinstance(before[name], Mapping):
+            before[name] = asdict(Rope()) | dict(before[name])
     return [(name, was, now.get(name)) for name, was in before.items() if now.get(name) != was]
 
 
@@ -193,6 +190,7 @@ def expect(
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
             "put the old model back, or start a new run from an export of this one"
         )
+    # Steps may be computed in another format, but the masters keep theirs.
     precision = config.train.precision
     home = Precision.of(precision).home
     if facts.home != home:

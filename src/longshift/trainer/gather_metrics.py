@@ -76,6 +76,7 @@ def make_step_metrics(
 
 def gather_status(world: World, stop_requested: bool, is_saving: bool) -> RankStatus:
     """Tell the other ranks the status of this one, and return that of all."""
+    # One collective for three answers: the largest of yes and no is yes.
     status = [_peak_memory_bytes(world), int(stop_requested), int(is_saving)]
     status = torch.tensor(status, device=world.device)
     memory_bytes, any_stop, any_saving = world.everyone.all_reduce(
@@ -89,6 +90,7 @@ def _peak_memory_bytes(world: World) -> int:
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux KiB.
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024
     return resident * bytes_per_unit
 
@@ -105,6 +107,7 @@ def gather_group_metrics(player: Player) -> tuple[GroupMetrics, ...]:
     everyone = player.world.everyone
     rows = [_visit_totals(visit) for visit in player.visited]
     totals = torch.tensor(rows, dtype=torch.float64, device=player.world.device)
+    # An all-reduce changes its tensor in place, and the sum needs the values again.
     maxima = everyone.all_reduce(totals.clone(), dist.ReduceOp.MAX).tolist()
     sums = everyone.all_reduce(totals).tolist()
     return tuple(

@@ -168,6 +168,7 @@ def plan_reason(plan: PlanFile) -> str:
             f"layout: auto trained {len(plan.choices)} choices a few steps each, and goes on with"
             " this one"
         )
+    # Choices are tried in order, so this is the one that is trained next.
     number = len(plan.trials)
     if not candidates or number >= len(ways):
         reason = "layout: auto chose it"

@@ -2,10 +2,11 @@
 ends the process."""
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 
 from longshift.dist.launcher import end_with_parent
+from longshift.terminal import Say, silent
 
 LAUNCHER_GONE = signal.SIGUSR2
 # What schedulers and terminals send before they end a process.
@@ -28,12 +29,11 @@ class Interrupt:
     before torch is imported, which takes seconds. What a launcher has held back until then counts.
     `also`: signals beside SIGINT; `say` shows a line to the person. Mutable: one flag."""
 
-    def __init__(
-        self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None
-    ) -> None:
+    def __init__(self, *also: signal.Signals, say: Say = silent) -> None:
         self._asked = False
         self._say = say
         self._watched = (signal.SIGINT, *not_ignored(also))
+        # Handlers first: a signal that was held back arrives as soon as it is let through.
         for number in self._watched:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)
@@ -56,6 +56,7 @@ class Interrupt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
         self._say(stopping(number))
+        # The next signal ends the process, as if nobody watched.
         for watched in self._watched:
             signal.signal(
                 watched, signal.default_int_handler if watched == signal.SIGINT else signal.SIG_DFL

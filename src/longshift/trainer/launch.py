@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
@@ -30,6 +30,7 @@ from longshift.dist.sealed_store import SealedStore, new_secret
 from longshift.dist.world import allocator, check_gpus, launchers_store, on_loopback
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused
+from longshift.terminal import Say
 from longshift.trainer.interrupt import ENDING, not_ignored, stopping
 from longshift.trainer.run_folder import (
     Cause,
@@ -60,7 +61,7 @@ class Interrupts:
     after the first, too, where ranks have not begun. A context manager. Mutable: `received`
     signals, and the ranks that it reaches."""
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Say):
         self.received: list[int] = []
         self._say = say
         self._ranks: Ranks | None = None
@@ -95,7 +96,7 @@ def launch(
     command: Sequence[str],
     world: int,
     folder: RunFolder,
-    say: Callable[[str], None],
+    say: Say,
     stall_timeout_s: float = 60.0,
     crowded: bool = False,
     held: bool = False,
@@ -130,6 +131,7 @@ def launch(
             raise KeyboardInterrupt from None
     failed = {rank: code for rank, code in ranks.codes().items() if code}
     if failed:
+        # Ranks that SIGINT itself has ended could not save.
         if interrupts.received and all(-code == signal.SIGINT for code in failed.values()):
             raise KeyboardInterrupt
         causes = gather_causes(store, world, folder, causes)
@@ -238,6 +240,7 @@ def check_room(world: int, crowded: bool) -> None:
 def open_store() -> SealedStore:
     """A new store for the ranks of this machine. [Note: loopback only]"""
     with socket.create_server((HOST, 0)) as listener:
+        # The store closes the socket, so Python must not.
         store = TCPStore(
             HOST,
             listener.getsockname()[1],
@@ -251,6 +254,7 @@ def open_store() -> SealedStore:
 def local_environment(store: SealedStore, rank: int, world: int) -> dict[str, str]:
     """What a rank of this machine finds in its environment, beside what is in the environment of
     who starts it."""
+    # Without OMP_NUM_THREADS each rank would start a thread on every core.
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

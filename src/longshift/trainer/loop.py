@@ -29,7 +29,7 @@ from longshift.state.checkpoint import Checkpoint
 from longshift.state.saver import Saver
 from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
-from longshift.terminal import say
+from longshift.terminal import Say, say, silent
 from longshift.trainer.admission import admit
 from longshift.trainer.build_run import (
     Stage,
@@ -78,7 +78,7 @@ class RunContext:
     trace: StepTrace
     stop: Callable[[], bool] = lambda: False
     record: Callable[[StepMetrics], None] = lambda metrics: None
-    tell: Callable[[str], None] = lambda line: None
+    tell: Say = silent
     callback: StepCallback | None = None
 
 
@@ -86,11 +86,11 @@ def train(
     config: Config,
     run: Path,
     resume: bool,
-    stop: Callable[[], bool] = lambda: False,
-    trace: Path | None = None,
-    record: Callable[[StepMetrics], None] = lambda metrics: None,
-    tell: Callable[[str], None] = lambda line: None,
-    on_step: OnStep | None = None,
+    stop: Callable[[], bool],
+    trace: Path | None,
+    record: Callable[[StepMetrics], None],
+    tell: Say,
+    on_step: OnStep | None,
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is. Yields each step's metrics.
 
@@ -214,7 +214,8 @@ def open_stage(
     stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None
 ) -> Iterator["StageRun"]:
     """Build or load what the steps of a stage need, and close it at the end; collective."""
-    run, world = context.folder, context.world
+    run = context.folder
+    world = context.world
 
     # 1. Refuse a stage whose largest step does not fit, before anything is built.
     admitted = admit(stage.config, world, run)

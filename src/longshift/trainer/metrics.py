@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from longshift.command_results import fields_table, html_of
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
+from longshift.print_result import fields_table, html_of
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ class StepMetrics:
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> "StepMetrics":
         """The step of a row. Raises ValueError where it is none."""
+        # JSON has no word for a number that is not finite, so its row has null.
         values = {key: math.nan if value is None else value for key, value in row.items()}
         own = {metric.name for metric in fields(cls)}
         logged = {
@@ -172,8 +173,9 @@ class MetricsLog:
     def write(self, step: StepMetrics) -> None:
         with written(str(self._path)):
             if not self._opened:
-                keep = [row for row in read_rows(self._path) if row["step"] < step.step]
-                rewrite(self._path, "".join(json.dumps(row) + "\n" for row in keep))
+                rows = read_rows(self._path)
+                lines = [json.dumps(row) + "\n" for row in rows if row["step"] < step.step]
+                rewrite(self._path, "".join(lines))
                 self._opened = True
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(step.to_json() + "\n")
@@ -182,6 +184,7 @@ class MetricsLog:
 def read_rows(path: Path) -> list[dict]:
     """The rows of a `metrics.jsonl`; none where there is no file. A last line cut short by a crash
     is left out. Raises UsageError for a damaged one before it."""
+    # After the last newline is nothing, or a row that a crash has cut short.
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
@@ -207,6 +210,7 @@ def faults_of_rows(path: Path, done: int, loss: float | None) -> str:
             f"lacks {several if len(missing) > 1 else f'the row of step {missing[0]}'}: it was cut,"
             " or is of another run"
         )
+    # Both were written from one number, so they are equal to the bit.
     if loss is not None and done and losses[done] != loss:
         return (
             f"is of another run: it has loss {losses[done]} for step {done}, and the checkpoint has"

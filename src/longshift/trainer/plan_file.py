@@ -82,13 +82,12 @@ class PlanFile:
         """With one more trial, whose steps took these seconds; `clock_s`: the clock's for the same
         documents, empty where it was not asked. After the last trial it says which choice goes
         on."""
+        # Choices are tried in order, so the trials so far number this one.
         typical_s = self.facts["tried"][len(self.trials)]["seconds"]
-        trials = (*self.trials, TrialResult(typical_s, tuple(measured_s), tuple(clock_s)))
-        return replace(
-            self,
-            trials=trials,
-            chosen=fastest_trial(trials) if len(trials) == len(self.choices) else None,
-        )
+        trial = TrialResult(typical_s, tuple(measured_s), tuple(clock_s))
+        trials = (*self.trials, trial)
+        is_last = len(trials) == len(self.choices)
+        return replace(self, trials=trials, chosen=fastest_trial(trials) if is_last else None)
 
     def config(self, config: Config) -> Config:
         """The config with the layout of the next step, and its home."""
@@ -171,6 +170,7 @@ def expected_seconds(trials: Sequence[TrialResult]) -> list[float]:
     expected = []
     for trial in trials:
         log_ratios = trial.log_ratios
+        # A trial without predictions keeps its typical seconds.
         shrink = 0.0
         if log_ratios:
             noise_of_mean = noise**2 / len(log_ratios)
@@ -187,6 +187,7 @@ def _step_noise(trials: Sequence[TrialResult]) -> float:
     for trial in trials:
         log_ratios = trial.log_ratios
         if log_ratios:
+            # The mean of each layout takes one degree of freedom.
             mean = _mean(log_ratios)
             squares += [(log_ratio - mean) ** 2 for log_ratio in log_ratios]
             degrees_of_freedom += len(log_ratios) - 1

@@ -40,7 +40,7 @@ from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageE
 from longshift.files import temporary_folder
 from longshift.layout.auto_layout import AutoLayout
 from longshift.step_report import layout_text
-from longshift.terminal import read_or_not
+from longshift.terminal import Say, read_or_not
 from longshift.trainer.launch import (
     Interrupts,
     StopAtOnce,
@@ -65,7 +65,6 @@ POLL_S = 0.5
 ANSWER_S = 60.0  # after which an actor that does not answer is lost
 OBJECT_STORE_BYTES = 80 << 20  # nearly the least that Ray takes: lines of text pass there
 
-Say = Callable[[str], None]
 Refit = Callable[[int], tuple[Config, PlanFile | None]]
 
 
@@ -160,6 +159,7 @@ class RayDevices:
         ]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         places = [Place(actor, node, addresses[node]) for actor, node in zip(actors, nodes)]
+        # Ray may give bundles of one machine in any order; ranks of a machine are neighbors.
         self.places = sorted(places, key=lambda place: nodes.index(place.node))
 
     def drop(self, ranks: Collection[int]) -> None:
@@ -222,6 +222,7 @@ class RayRanks(Ranks):
         self._signals: list[int] = []
         self._out = out
         folder = str(Path.cwd())
+        # Only the machine of rank 0 knows which of its ports is free.
         port = self._ask("free_port", {0: ()}).get(0) if store is None else None
         if store is not None:
             environments = [local_environment(store, rank, world) for rank in range(world)]
@@ -255,6 +256,7 @@ class RayRanks(Ranks):
     def _ask(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """What the actors of ranks answer to a method with these arguments. Actors that do not
         answer are lost."""
+        # All are asked before the first answer is waited for, so they work at the same time.
         answers: dict[int, Any] = {}
         references = {
             rank: getattr(self._actors[rank], method).remote(*values)
@@ -410,6 +412,7 @@ class RayRun:
     def _again(self, config: Config) -> tuple[Config, bool]:
         """The config for the devices that are left, in a folder that is ready for it, and whether
         there is a checkpoint to go on from."""
+        # Counted first, as `begun` puts metrics without a checkpoint aside.
         rows = self.folder.steps_done()
         resume = self.folder.begun()
         step = self.folder.steps_saved()

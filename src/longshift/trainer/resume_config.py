@@ -27,11 +27,11 @@ from longshift.errors import UsageError, shown
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import AUTO, Layout
+from longshift.terminal import Say
 from longshift.trainer.plan_file import PlanFile, read
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.groups import Edge
 
-Say = Callable[[str], None]
 Change = Callable[[Layout], Layout | None]
 
 
@@ -69,15 +69,18 @@ def name_changes(now: Config, say: Say) -> list[str]:
     if not (folder.latest.exists() and folder.config.is_file()):
         return []
     _, different = _compare(now, folder, [], say)
+    overrides = []
     for key, (old, new) in different.items():
         say(f"{key} was {_shown_value(old)} in {folder.shown}, and is {_shown_value(new)} now")
-    return [f"{key}={json.dumps(new)}" for key, (_, new) in different.items()]
+        overrides.append(f"{key}={json.dumps(new)}")
+    return overrides
 
 
 def _compare(
     given: Config, folder: RunFolder, overrides: Sequence[str], say: Say
 ) -> tuple[Config, dict[str, tuple[Any, Any]]]:
     """The run's config with overrides, and in what `given` differs from it."""
+    # A folder may have been moved since its config was written.
     run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
     given, run = with_its_plan(given, run, read(folder.path))
     return run, changes(run, given)
@@ -124,9 +127,9 @@ def changes(was: Config, now: Config) -> dict[str, tuple[Any, Any]]:
 def _differences(
     was: Mapping[str, Any], now: Mapping[str, Any], above: str = ""
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for key in now:
+    for key, new in now.items():
         old = was.get(key)
-        new = now[key]
+        # A mapping that has other keys now is told whole, as an override sets it.
         if isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys():
             yield from _differences(old, new, f"{above}{key}.")
         elif old != new:
@@ -172,6 +175,7 @@ def fit_ranks(config: Config, devices: int) -> Config:
         return config.with_layout(AutoLayout(devices, config.layout.fixed).to_json())
     if config.world == devices:
         return config
+    # Fewer replicas come first: what a replica computes with stays as it is.
     for ranks in range(devices, 0, -1):
         if changed := _changed(config, partial(_with_replicas, ranks=ranks)):
             return changed

@@ -48,7 +48,8 @@ from longshift.trainer.trackers import expect
 
 # What killed processes leave.
 LEFT = re.compile(
-    r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST|identity)\.writing"
+    r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+"
+    r"|\.(LATEST|BEST|identity)\.writing"
 )
 RANKS_S = 10.0  # to wait for ranks whose launcher was killed
 
@@ -367,12 +368,15 @@ class Cause(BaseModel):
 
 def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
     """This rank's error, left in the run folder too, where that can be written."""
-    known = isinstance(error, LongshiftError)
-    trace = "" if known else "".join(traceback.format_exception(error))
-    message = str(error) if known else f"{type(error).__name__}: {error}"
     kind = type(error).__name__
+    message = str(error)
+    trace = ""
+    if not isinstance(error, LongshiftError):
+        message = f"{kind}: {error}"
+        trace = "".join(traceback.format_exception(error))
     cause = Cause(rank=rank, kind=kind, message=message, time_s=time.time(), trace=trace)
-    with suppress(OSError):  # it may be why the rank failed
+    # A folder that cannot be written may be why the rank failed.
+    with suppress(OSError):
         folder.errors.mkdir(exist_ok=True)
         rewrite(folder.errors / f"rank-{rank}.json", cause.to_json())
     return cause
@@ -401,18 +405,22 @@ def root_cause(causes: list[Cause], exit_codes: Mapping[int, int]) -> Cause:
     consequences = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 
     def order(cause: Cause) -> tuple[int, float]:
+        # A person's error, a signal from outside, a crash, a lost peer, a signal that follows.
         if cause.kind == "Signal":
             return (4 if -exit_codes[cause.rank] in consequences else 1), cause.time_s
         if cause.kind == PeerError.__name__:
             return 3, cause.time_s
         return (2 if cause.trace else 0), cause.time_s
 
-    silent = [_silent(rank, code) for rank, code in exit_codes.items() if code and rank not in told]
-    return min([*causes, *silent], key=order)
+    for rank, code in exit_codes.items():
+        if code and rank not in told:
+            causes = [*causes, _silent(rank, code)]
+    return min(causes, key=order)
 
 
 def as_error(cause: Cause) -> LongshiftError:
     """The cause as the error that the launcher raises in its place."""
+    # The class has the exit code of the command.
     kind = getattr(errors, cause.kind, None)
     if isinstance(kind, type) and issubclass(kind, LongshiftError):
         return kind(cause.message)
@@ -424,6 +432,7 @@ def as_error(cause: Cause) -> LongshiftError:
 def _silent(rank: int, code: int) -> Cause:
     """The cause of a rank that ended without telling one."""
     if code >= 0:
+        # With a trace, it comes after a person's own errors in `root_cause`.
         message = f"ended with exit code {code} and no message"
         return Cause(rank=rank, kind="Exit", message=message, trace="(none)")
     name = signal.Signals(-code).name

@@ -116,6 +116,7 @@ class StepCallback:
             with printing_aside():
                 function(metrics, StepControl(request))
         except (Exception, SystemExit) as error:
+            # Rank 0 must not end alone, while the others wait for its answer.
             self._error = error
             request.fault = describe_error(error, self.name.partition(":")[0])
         return request

@@ -4,7 +4,7 @@ predicted before they are trained."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -22,7 +22,7 @@ from longshift.errors import UsageError
 from longshift.simulate.calibrate import LOOKS, StepFit, band_of_errors, by_steps
 from longshift.simulate.calibrate import MOST as MOST_CONSTANTS
 from longshift.step_report import RunForecast, layout_text
-from longshift.terminal import say, silent
+from longshift.terminal import Say, say, silent
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.plan_file import place, read
@@ -158,12 +158,13 @@ class CalibrationFit:
 
 
 def fit_measurements(
-    run: Path, config: Config, profile: Cluster, tell: Callable[[str], None] = silent
+    run: Path, config: Config, profile: Cluster, tell: Say = silent
 ) -> CalibrationFit:
     """What the steps of a run folder say of the cluster that they ran on: fewer of them where
     playing all would take longer than LONGEST_S. `tell`: progress. Raises UsageError where they are
     too few."""
     steps = read_measurements(run, config)
+    # A fit starts from rates that were measured, not from an earlier fit.
     profile = replace(profile, calibration=None)
     configs = {layout_text(step.layout): config.with_layout(step.layout) for step in steps}
 
@@ -184,6 +185,7 @@ def fit_measurements(
             [forecasts[layout_text(step.layout)].step(step.lengths).seconds for step in steps]
         )
 
+    # The first play is for its seconds alone.
     play({})
     expected_s = (time.monotonic() - began_s) * PLAYS
     if expected_s > LONGEST_S:
@@ -244,6 +246,7 @@ class StepForecast:
         """Predict a step with documents of these lengths: its seconds, and a band by how far off
         the steps before it were."""
         self._said = {}
+        # False before the first step too, as both are 0 then.
         if self._spent_s < SHARE * self._trained_s:
             began = time.perf_counter()
             self._said = {

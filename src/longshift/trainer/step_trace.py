@@ -88,6 +88,7 @@ def timeline(config: Config, device: str = "cpu") -> MemoryCheck:
 def record_step(world: World, config: str, scratch: str) -> dict[str, Any]:
     """What `weigh.timeline.compare_step` says of a run's first step on this rank."""
     run = parse_config(config)
+    # Entered before the state is built, so that it sees all memory.
     with Timeline(world.device) as memory:
         state = build_state(run, world, Path(scratch))
         player = build_player(run, world, state, Path(scratch))

@@ -40,7 +40,8 @@ from longshift.user_code import describe_error, is_object, load_object, printing
 PLAIN = ("step", "groups", "layout", "valid", "home", "logged", "stopped")
 KEY = "save.trackers"  # of a config
 PATIENCE_S = 30.0  # for servers, at the end of a run
-MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # of one call, and of a value, at the most
+MLFLOW_PARAMS = 100  # of one call, at the most
+MLFLOW_LETTERS = 500  # of a value, at the most
 
 
 METHODS = ("start", "log", "finish")
@@ -233,6 +234,7 @@ def expect(names: Sequence[str]) -> None:
                 raise UsageError(
                     f"{KEY}: {name} is {shown(tracker_class)}{has_not}, where {needed}"
                 )
+        # Looked for, and not imported: TensorBoard's writer brings torch.
         elif find_spec(name) is None:
             raise UsageError(
                 f"save.trackers: {name} is not installed: pip install 'longshift[{name}]', or leave"
@@ -243,16 +245,14 @@ def expect(names: Sequence[str]) -> None:
 def numbers(step: StepMetrics) -> dict[str, float]:
     """The row of a step: its numbers by name, those of validations by length and of length groups
     with theirs before a slash."""
+    values = asdict(step)
     row = {
         name: float(value)
-        for name, value in asdict(step).items()
+        for name, value in values.items()
         if name not in PLAIN and value is not None
     }
     row |= step.logged
-    row |= {
-        f"home/{name}": float(value)
-        for name, value in (asdict(step.home) if step.home else {}).items()
-    }
+    row |= {f"home/{name}": float(value) for name, value in (values["home"] or {}).items()}
     row |= {f"valid/to {part.upto}": part.loss for part in step.valid}
     for group in step.groups:
         for name, value in asdict(group).items():
@@ -291,6 +291,7 @@ class Trackers:
         `patience_s`: how long to wait for all of them."""
         for follower in self._followers:
             follower.rows.put(ok)
+        # One deadline for all, since they finish at the same time.
         until = time.monotonic() + patience_s
         for follower in self._followers:
             follower.join(max(0.0, until - time.monotonic()))
@@ -307,6 +308,7 @@ class _Follower(Thread):
     ended well. Mutable."""
 
     def __init__(self, tracker_name: str, tracker: Tracker, config: Mapping[str, Any]):
+        # A daemon: a server that hangs must not keep the process alive.
         super().__init__(name=f"longshift tracker {tracker_name}", daemon=True)
         self.rows: SimpleQueue[tuple[int, dict[str, float]] | bool] = SimpleQueue()
         self._tracker_name = tracker_name

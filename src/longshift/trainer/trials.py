@@ -91,6 +91,7 @@ def _trial_seconds(
             " clock"
         )
         return measured_s, []
+    # A step begins at the cursor at which the step before it ended.
     return measured_s, clock_steps(config, profile, [step.cursor for step in steps[:-1]])
 
 

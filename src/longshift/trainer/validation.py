@@ -53,11 +53,12 @@ class Validator:
 
         `begin`: the step that the stage follows."""
         rows = read_rows(RunFolder(run).metrics) if world.rank == 0 else []
-        losses = [
-            (row["step"], row["valid_loss"])
-            for row in rows
-            if row["step"] <= last_step and row.get("valid_loss") is not None
-        ]
+        # Pairs, since keys of a JSON object are texts, and steps are numbers.
+        losses = []
+        for row in rows:
+            loss = row.get("valid_loss")
+            if row["step"] <= last_step and loss is not None:
+                losses.append((row["step"], loss))
         self.losses = dict(json.loads(world.gather_text(json.dumps(losses))[0]))
         self.begin = begin
 
@@ -86,6 +87,7 @@ class Validator:
         rows = self.documents.losses(partial(score, player=player))
         parts = tuple(ValidMetrics(*row) for row in rows)
         loss = sum(part.loss * part.targets for part in parts) / sum(part.targets for part in parts)
+        # The loss is the same on all ranks, so none is left waiting.
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"step {metrics.step}: the loss of the validation is {loss}; a lower train.lr is"

@@ -15,7 +15,7 @@ from longshift.layout.loss_rows import loss_rows
 from longshift.program.operations import Op
 from longshift.program.turns import RankLayout
 from longshift.schedule import chunks
-from longshift.schedule.chunks import Buffer, Event
+from longshift.schedule.event import Buffer, Event
 from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer
 from longshift.step.runner import Runner, WholePacks

@@ -1,5 +1,5 @@
-"""Profiles of the events of a chunked pack (`schedule.chunks`): `step.chunk_runner` plays each on
-tensors without storage.
+"""Profiles of the events of a chunked pack (`schedule.block_events`): `step.chunk_runner` plays
+each on tensors without storage.
 
 `TurnProfile.buffers` has the bytes of each buffer that an event wrote, or left otherwise than it
 found it, as they are after it. A storage that two buffers share is counted in the one that is
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longshift.documents.micro import ChunkedPack
 from longshift.layout.placement import rank_heads
-from longshift.schedule.chunks import Event
+from longshift.schedule.event import Event
 from longshift.schedule.sequence import Run, TokenOrder
 from longshift.schedule.unit_events import EventLists
 from longshift.step.chunk_runner import ChunkPlayer, Segment

@@ -159,10 +159,12 @@ def length_groups(
     for index, length in enumerate(lengths):
         members[bisect_left(ends, length)].append(index)
 
-    groups = list[LengthGroup]()
+    # A group without documents is left out, so that its layout is not visited.
+    groups = []
     for lo, edge, documents in zip((0, *ends), edges, members):
         if documents:
             groups.append(_group(lo, edge, documents, lengths, spec))
+
     return tuple(groups)
 
 
@@ -173,7 +175,7 @@ def _group(
     indices into `lengths`."""
     document_costs = [cost([lengths[d]], spec) for d in documents]
     packs: list[tuple[int, ...]] = []
-    pack_shares: list[tuple[int, ...]] = []
+    pack_shares = []
     for share in shares(document_costs, edge.use.dp):
         replica_documents = [documents[i] for i in share]
         first_pack = len(packs)

@@ -221,6 +221,7 @@ def _spread(low: int, high: int, documents: int) -> tuple[list[int], list[int]]:
     points = min(BIN_POINTS, high - low + 1, documents)
     if not points:
         return [], []
+    # Whole lengths from low to high stand for [low - 0.5, high + 0.5].
     middles = (np.arange(points) + 0.5) / points
     continuous_lengths = low * ((high + 1) / low) ** middles - 0.5
     lengths = np.clip(np.rint(continuous_lengths), low, high)

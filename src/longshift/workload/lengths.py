@@ -62,17 +62,16 @@ def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
     to the longest's."""
     if not len(lengths):
         return ()
+    # A bin has its upper end: a power of two is the last length of its bin.
     highs = 1 << np.arange(int(lengths.max() - 1).bit_length() + 1)
     bin_index = np.searchsorted(highs, lengths)
     documents = np.bincount(bin_index, minlength=len(highs))
     tokens = np.bincount(bin_index, weights=lengths, minlength=len(highs)).astype(np.int64)
 
-    bins = list[Bin]()
+    bins = []
     for i in range(int(bin_index.min()), len(highs)):
         high = int(highs[i])
-        bins.append(
-            Bin(low=high // 2, high=high, documents=int(documents[i]), tokens=int(tokens[i]))
-        )
+        bins.append(Bin(high // 2, high, int(documents[i]), int(tokens[i])))
     return tuple(bins)
 
 

@@ -34,10 +34,12 @@ class Order:
 
     def __getitem__(self, cursor: int) -> int:
         epoch, index = divmod(cursor, self.n)
+
         keys = _keys(self.seed, epoch)
+        # The network works on halves of equal size, together the smallest power of four.
         bits = max(1, ((self.n - 1).bit_length() + 1) // 2)
         index = _feistel(index, bits, keys)
-        while index >= self.n:
+        while index >= self.n:  # no document
             index = _feistel(index, bits, keys)
         return index
 
@@ -126,9 +128,12 @@ def shares_of(
         passes = [
             Fraction(str(weight)) / source_tokens for weight, source_tokens in zip(weights, tokens)
         ]
+
+    # The smallest whole numbers in the proportion of these fractions.
     reads = [source_passes * n for source_passes, n in zip(passes, documents)]
     denominator = lcm(*(read.denominator for read in reads))
     numerators = [int(read * denominator) for read in reads]
+
     divisor = gcd(*numerators)
     return tuple(numerator // divisor for numerator in numerators)
 
@@ -146,6 +151,7 @@ def _feistel(index: int, bits: int, keys: tuple[int, ...]) -> int:
     mask = (1 << bits) - 1
     high = index >> bits
     low = index & mask
+
     for key in keys:
         mixed = high ^ (_mix(low ^ key) & mask)
         high = low
