@@ -122,7 +122,7 @@ LAYOUT_WORDS = _by_word(
             "u or ring where tokens are shared by themselves; tp has sequence parallelism in it"
         ),
         "fsdp hsdp full_shard deepspeed": "dp with a stage of ZeRO, as in dp8.z3",
-        "ep moe": "z1 to z3, which shard experts as all weights; there is no expert parallelism yet",
+        "ep moe": "z1 to z3, which shard experts; there is no expert parallelism yet",
         "ac ckpt remat checkpointing": "recompute-full or recompute-selective",
         "vpp interleaved": "v, as in pp2.v2",
         "cpu offload": "host or disk, with chunks or recompute-full",

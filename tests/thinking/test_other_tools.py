@@ -61,7 +61,7 @@ def test_keys_at_the_top_and_on_the_command_line():
         ("tp2.recompute-attention", "here it is recompute-full, with as many blocks that keep all as fit"),
         ("dp2.sp2", "here it is u or ring"),
         ("fsdp8", "here it is dp with a stage of ZeRO"),
-        ("ep4", "it is not there yet"),
+        ("ep4", "there is no expert parallelism yet"),
         ("dp2.vpp2", "here it is v, as in pp2.v2"),
         ("dpp2", "did you mean 'pp2'"),
     ],
