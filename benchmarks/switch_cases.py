@@ -18,7 +18,7 @@ from longshift.spec.model import ModelSpec
 from longshift.switch import planners
 from longshift.switch.links import Links
 from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import Part, Wave
+from longshift.switch.planners import MoveColumns, Wave
 from longshift.switch.spread import BoxesByWeight, spread_weights, together, turn_about
 from longshift.switch.traffic import Traffic, traffic
 
@@ -29,9 +29,9 @@ LINKS = Links(per_node=8, intra_bytes_s=300e9, inter_bytes_s=25e9)  # NVLink one
 class FirstOwner(Wave):
     """No planner: the lowest rank that holds a slice sends it."""
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MoveColumns]:
         row, targets = np.nonzero(self.near | self.far)
-        return [(self.rows[row], np.zeros_like(row), self.has.argmax(1)[row], targets)]
+        return [MoveColumns(self.rows[row], np.zeros_like(row), self.has.argmax(1)[row], targets)]
 
 
 planners.PLANNERS["first_owner"] = FirstOwner

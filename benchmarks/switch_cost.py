@@ -35,7 +35,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.initial_weights import random_source
 from longshift.state.precision import Precision
-from longshift.state.transfer import Transfer
+from longshift.state.transfer import SwitchTransfer
 from longshift.state.visit import copies_of
 from longshift.switch.itinerary import Cut
 from longshift.switch.links import Links, assumed
@@ -95,7 +95,7 @@ def measure(
             for box in boxes:
                 stop.part(name, box).copy_(source(name, box))  # pyright: ignore[reportOptionalMemberAccess]
     played = [
-        Transfer(plan, world, group, stops[src].part, stops[dst].part, precision.compute)
+        SwitchTransfer(plan, world, group, stops[src].part, stops[dst].part, precision.compute)
         for src, dst, plan in plans(what.spec, layouts, per_node, bucket_bytes)
     ]
     mean = sum(int(transfer.plan.bytes_by_pair.sum()) for transfer in played) // len(played)
@@ -119,7 +119,7 @@ def measure(
     return [asdict(times) for times in found]
 
 
-def _play(transfer: Transfer) -> None:
+def _play(transfer: SwitchTransfer) -> None:
     for number in range(transfer.plan.exchanges):
         transfer.post(number)
         transfer.take_in(number)

@@ -39,7 +39,7 @@ from longshift.state.home import Home, fill
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.state.saver import Saver, StateCopy
-from longshift.state.transfer import Transfer
+from longshift.state.transfer import SwitchTransfer
 from longshift.step import player as player_module
 from longshift.step.update import State, train_step
 from longshift.trainer import corpus, loop
@@ -455,20 +455,20 @@ def die_in_step(world: World, layout: str, rank: int, folder: str) -> None:
         (Path(folder) / f"{world.rank}.writing").rename(Path(folder) / str(world.rank))
         os._exit(9)
 
-    compute, post = player.table["compute"], Transfer.post
+    compute, post = player.table["compute"], SwitchTransfer.post
 
     def die_after_backward(op: Op) -> None:
         compute(op)
         if op.turn == "backward":
             leave("gone")
 
-    def die_between_exchanges(self: Transfer, number: int) -> None:
+    def die_between_exchanges(self: SwitchTransfer, number: int) -> None:
         post(self, number)
         if number == 2 and not self.plan.sums:
             leave("gone")
 
     if world.rank == rank and len(layouts) > 1:
-        Transfer.post = die_between_exchanges
+        SwitchTransfer.post = die_between_exchanges
     elif world.rank == rank:
         player.table["compute"] = die_after_backward
     try:

@@ -48,7 +48,7 @@ from longshift.state.copies import AlignedCopies
 from longshift.state.home import Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.strip_views import Strips, StripViews
-from longshift.state.transfer import Transfer
+from longshift.state.transfer import SwitchTransfer
 from longshift.state.visit import Switches
 from longshift.step import chunk_runner as chunked_module
 from longshift.step import runner as runner_module
@@ -866,23 +866,23 @@ def gradients_of_replicas_not_summed(patch: Patch) -> None:
 
 def gradients_home_in_bf16(patch: Patch) -> None:
     """Gradients of a visited layout cross the wire in bfloat16."""
-    put = Transfer._put
+    put = SwitchTransfer._put
 
-    def wrong(self: Transfer, targets: list[Tensor], sources: list[Tensor]) -> None:
+    def wrong(self: SwitchTransfer, targets: list[Tensor], sources: list[Tensor]) -> None:
         put(self, targets, [source.bfloat16().to(source.dtype) for source in sources] if self.plan.sums else sources)
 
-    patch.setattr(Transfer, "_put", wrong)
+    patch.setattr(SwitchTransfer, "_put", wrong)
 
 
 def door_forgets_its_own(patch: Patch) -> None:
     """A rank that gathers its node's gradients sends on the others', not its own."""
-    target = Transfer._target
+    target = SwitchTransfer._target
 
-    def wrong(self: Transfer, move: Move, bucket: int, which: int) -> Tensor:
+    def wrong(self: SwitchTransfer, move: Move, bucket: int, which: int) -> Tensor:
         found = target(self, move, bucket, which)
         return found.zero_() if self.plan.sums and which < self.plan.rounds - 1 else found
 
-    patch.setattr(Transfer, "_target", wrong)
+    patch.setattr(SwitchTransfer, "_target", wrong)
 
 
 def sums_kept_for_the_next_step(patch: Patch) -> None:
@@ -907,14 +907,14 @@ def memory_of_collectives_not_kept(patch: Patch) -> None:
 
 def exchange_read_before_it_ends(patch: Patch) -> None:
     """A switch takes what it is sent without a wait for it."""
-    take_in = Transfer.take_in
+    take_in = SwitchTransfer.take_in
 
-    def wrong(self: Transfer, number: int) -> None:
+    def wrong(self: SwitchTransfer, number: int) -> None:
         if self.arriving is not None:
             self.arriving = Pending(keep=self.arriving[0].keep), self.arriving[1]
         take_in(self, number)
 
-    patch.setattr(Transfer, "take_in", wrong)
+    patch.setattr(SwitchTransfer, "take_in", wrong)
 
 
 STREAM_MUTANTS = (memory_of_collectives_not_kept, exchange_read_before_it_ends)

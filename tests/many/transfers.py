@@ -19,7 +19,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.copies import Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
-from longshift.state.transfer import Transfer
+from longshift.state.transfer import SwitchTransfer
 from longshift.state.visit import RowCopies, Switches, copies_of
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
@@ -113,7 +113,7 @@ def program_of_switch(program: Program, last: int) -> tuple[list[Op], list[Op]]:
     return coming, [op for op in program if op.visit == last and op.way == "sums"]
 
 
-def watch(held: list[int], transfer: Transfer, leaving: Copies | None, target: Copies) -> None:
+def watch(held: list[int], transfer: SwitchTransfer, leaving: Copies | None, target: Copies) -> None:
     """Note the bytes of copies, buffers and passing slices that are held now; home's own tensors are not counted."""
     copies = [unit.memory.flat for stop in (leaving, target) if stop and not isinstance(stop, RowCopies) for unit in stop.units.values()]
     buffers = [r.flat for r in (transfer.fused, *transfer.passing.values()) if r is not None]

@@ -72,13 +72,15 @@ class Group:
             out.copy_(x.view_as(out))
             return Pending()
         if self.swaps:
+            # Only the peer's row travels.
             rows = out.view(2, -1)
             pending = self._swap(rows[1 - self.index], x)
             rows[self.index].copy_(x.reshape(-1))
             return pending
         if self.direct:
             copies = x.expand((self.size, *x.shape)).contiguous()
-            return Pending([self._native_all_to_all(out.view_as(copies), copies)], (copies, out))
+            work = self._native_all_to_all(out.view_as(copies), copies)
+            return Pending([work], (copies, out))
         return Pending([self._native_all_gather(out.view(-1), x.view(-1))], (x, out))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
@@ -95,6 +97,8 @@ class Group:
             return pending
         if not self.direct:
             return Pending([self._native_reduce_scatter(out.view(-1), x.view(-1))], (x, out))
+
+        # Each rank sums the parts that it was sent, at once and in rank order.
         parts = torch.empty_like(x).view((self.size, *out.shape))
         work = self._native_all_to_all(parts, x.view_as(parts))
         sum_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -111,6 +115,7 @@ class Group:
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """In place, for small tensors, the same bits on every rank; returns x."""
         if self.direct:
+            # All ranks reduce the same rows, so that they have the same bits.
             rows = x.new_empty((self.size, *x.shape))
             self.all_gather(rows, x).wait()
             return x.copy_(LOCALLY[op](rows, 0))
@@ -122,6 +127,7 @@ class Group:
         """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`. A
         pair on gloo trades whole buffers, the bytes of gloo's ring in one step."""
         if self.swaps:
+            # a + b and b + a have the same bits.
             peer_x = torch.empty_like(x)
             pending = self._swap(peer_x, x)
             pending.finish = lambda: x.add_(peer_x)
@@ -189,7 +195,9 @@ class Group:
         other: a rank that posts a receive before it computes what its peer needs for the send would
         wait for ever. So pairs meet before, in one order."""
         token = torch.zeros(1, dtype=torch.uint8, device=device)
-        for source in range(self.size if self.size > 2 else self.size - 1):
+        # Of two ranks the ring has one pair, not two.
+        num_pairs = self.size if self.size > 2 else self.size - 1
+        for source in range(num_pairs):
             target = (source + 1) % self.size
             if self.index == source:
                 self.send(token, target, tag=0).wait()

@@ -21,6 +21,7 @@ def stay_near(device: torch.device, machine: Path = MACHINE) -> set[int]:
     one node, does not say, or gives none of them."""
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return set()
+    # As Linux names the device in /sys; a GPU is function 0 of its own.
     facts = torch.cuda.get_device_properties(device)
     place = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     near = cores_beside(place, machine) & os.sched_getaffinity(0)
@@ -46,8 +47,8 @@ def parsed(listed: str) -> set[int]:
     """Numbers of a list of the kernel's, such as 0-15,32-47. Raises ValueError."""
     cores: set[int] = set()
     for part in listed.strip().split(","):
+        # A node without cores has an empty list.
         if part:
-            first, *last = part.split("-")
-            end = last[0] if last else first
-            cores |= set(range(int(first), int(end) + 1))
+            first, _, last = part.partition("-")
+            cores |= set(range(int(first), int(last or first) + 1))
     return cores

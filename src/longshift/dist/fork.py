@@ -66,6 +66,26 @@ class ForkedWorld:
         for pipe in self._pipes:
             with suppress(OSError):  # that rank has died: its answer will say so
                 pipe.send_bytes(message)
+        answers = self._answers(deadline_s)
+
+        failures = sorted((a["cause"], rank) for rank, a in answers.items() if "error" in a)
+        if failures:
+            self.close()
+            cause, rank = failures[0]
+            answer = answers[rank]
+            error = answer["error"]
+            if "kind" in answer:
+                raise getattr(errors, answer["kind"])(error)
+            outcome = error if cause == 0 else f"failed: {error}"
+            raise PeerError(f"{function}: rank {rank} {outcome}")
+        if len(answers) < self.size:
+            self.close()
+            silent = sorted(set(range(self.size)) - set(answers))
+            raise PeerError(f"{function}: no answer from ranks {silent} in {deadline_s} s")
+        return [answers[rank]["value"] for rank in range(self.size)]
+
+    def _answers(self, deadline_s: float) -> dict[int, dict]:
+        """What ranks answer in time, by rank."""
         answers: dict[int, dict] = {}
         until = time.monotonic() + deadline_s
         while len(answers) < self.size:
@@ -74,24 +94,13 @@ class ForkedWorld:
             if not ready:
                 break
             for pipe, rank in waiting.items():
-                if pipe in ready:
-                    answers[rank] = _answer(pipe)
-                    if "error" in answers[rank]:
-                        until = min(until, time.monotonic() + GRACE_S)
-        failures = sorted((a["cause"], rank) for rank, a in answers.items() if "error" in a)
-        if failures:
-            self.close()
-            cause, rank = failures[0]
-            error = answers[rank]["error"]
-            if "kind" in answers[rank]:
-                raise getattr(errors, answers[rank]["kind"])(error)
-            outcome = error if cause == 0 else f"failed: {error}"
-            raise PeerError(f"{function}: rank {rank} {outcome}")
-        if len(answers) < self.size:
-            self.close()
-            silent = sorted(set(range(self.size)) - set(answers))
-            raise PeerError(f"{function}: no answer from ranks {silent} in {deadline_s} s")
-        return [answers[rank]["value"] for rank in range(self.size)]
+                if pipe not in ready:
+                    continue
+                answers[rank] = _answer(pipe)
+                # Ranks that wait for the failed one may never answer.
+                if "error" in answers[rank]:
+                    until = min(until, time.monotonic() + GRACE_S)
+        return answers
 
     def close(self) -> None:
         """End the ranks, by pid."""
@@ -123,6 +132,7 @@ class ForkedWorld:
     def _start(self) -> None:
         listener = self.listener()
         listener.listen(self.size + 1)
+        # What is buffered here would be printed by every fork, too.
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(self.size):
@@ -209,6 +219,7 @@ def _called(world: World, function: str, arguments: dict[str, Any]) -> dict[str,
     except LongshiftError as fault:
         return {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
     except Exception as fault:
+        # Torch tells a lost peer by its backend's words alone.
         is_transport = any(word in str(fault) for word in ("gloo", "NCCL"))
         lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and is_transport
         return {"error": traceback.format_exc(), "cause": 2 if lost_peer else 1}
@@ -230,6 +241,7 @@ def _join(rank: int, size: int, listener: socket.socket, device: torch.device) -
     address, port = listener.getsockname()
     options = {"is_master": False}
     if rank == 0:
+        # The parent has bound the port, so no other process can take it meanwhile.
         options = {"is_master": True, "master_listen_fd": listener.detach()}
     store = dist.TCPStore(address, port, wait_for_workers=False, timeout=TIMEOUT, **options)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -20,7 +20,8 @@ def place() -> tuple[int, int | None]:
     world = os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return 0, None
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+    is_place = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
+    if not is_place:
         raise UsageError(
             f"RANK is {rank!r} and WORLD_SIZE {world!r} in the environment: a rank is a number"
             " below the number of ranks"

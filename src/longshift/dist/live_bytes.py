@@ -167,7 +167,8 @@ class _PromptWork:
         if self.work is not None:
             self.work.wait()
             self.work = None
-            while any(x._use_count() > count for x, count in zip(self.tensors, self.counts)):  # pyright: ignore
+            tensors: Any = self.tensors
+            while any(x._use_count() > count for x, count in zip(tensors, self.counts)):
                 time.sleep(0)
             time.sleep(1e-4)  # what ends with the work itself has no count
             self.tensors = ()

@@ -47,6 +47,7 @@ def address_space() -> str:
 def allow_files(ranks: int) -> None:
     """Let a rank among so many open the files that it needs, as far as `ulimit -Hn` allows. Raises
     UsageError where it does not."""
+    # Ranks speak to each other in pairs: each has sockets for every other.
     need = FILES + FILES_A_RANK * (ranks - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:

@@ -78,6 +78,7 @@ class RankActor:
                 stderr=outputs[1][1],
             )
         finally:
+            # A reader ends when the rank, and what it has started, have closed the other ends.
             for _, write_end in outputs:
                 os.close(write_end)
             self._readers = [
@@ -97,7 +98,9 @@ class RankActor:
         if code is not None:
             for reader in self._readers:
                 reader.join(LAST_LINES_S)
-        return RankOutput([self._lines.get() for _ in range(self._lines.qsize())], code)
+        # A reader may still add lines: only those that are there now are taken.
+        lines = [self._lines.get() for _ in range(self._lines.qsize())]
+        return RankOutput(lines, code)
 
     def send(self, number: int) -> None:
         """Send the rank a signal, if it runs."""

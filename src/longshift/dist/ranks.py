@@ -57,6 +57,7 @@ class Ranks(ABC):
     def end(self) -> None:
         """End those that run."""
         self.wait(0.0)
+        # With their groups, as what a rank has started would outlive it.
         for number in (signal.SIGTERM, signal.SIGKILL):
             self.send(number, group=True)
             until = time.monotonic() + ENDING_S
@@ -78,6 +79,7 @@ class RankProcesses(Ranks):
         stdout: int | None = None,
         stderr: int | None = None,
     ):
+        # A process begins with the signals blocked that are blocked in the thread that starts it.
         with _blocked([signal.SIGINT] if held else []):
             self._children = [
                 subprocess.Popen(
@@ -125,7 +127,9 @@ class Seed:
         self._events, write_events = os.pipe()
         self._open = True
         launcher = os.getpid()
+        # The seed would print what is buffered here, too.
         _flush()
+        # A signal waits until the seed does with it what a process of its own does.
         with _blocked(SIGNALS):
             self.pid = os.fork()
             if self.pid == 0:
@@ -177,6 +181,7 @@ class _ForkedRanks(Ranks):
         self._size = size
         self._codes: dict[int, int] = {}
         self._rest = b""
+        # A seed that ends before it has forked all gives codes, and no more processes.
         while len(self.pids) < size and not self._codes:
             self._read()
 
@@ -191,7 +196,9 @@ class _ForkedRanks(Ranks):
         """Take in what the seed tells."""
         data = os.read(self._pipe, 1 << 16)
         if not data:
-            self._codes = dict.fromkeys(range(self._size), -int(signal.SIGKILL)) | self._codes
+            killed = dict.fromkeys(range(self._size), -int(signal.SIGKILL))
+            self._codes = killed | self._codes
+        # The last line may have come in part.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = json.loads(line)
@@ -214,6 +221,7 @@ def _grow(
         _as_at_first()
         end_with_parent(signal.SIGKILL, launcher)
         load()
+        # Ranks share the pages of what was imported as long as no collection writes there.
         gc.freeze()
         with os.fdopen(orders) as lines:
             line = lines.readline()
@@ -250,6 +258,7 @@ def _fork(
         return pid
     code = 1
     try:
+        # Only the seed holds the pipe, so that its end tells the launcher that the seed is gone.
         os.close(events)
         os.setsid()
         os.environ.update(environment)

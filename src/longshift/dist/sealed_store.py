@@ -88,6 +88,6 @@ class SealedStore(Store):
 
     def _seal(self, key: str, data: bytes) -> bytes:
         name = key.encode()
-        return hmac.digest(
-            bytes.fromhex(self.secret), len(name).to_bytes(8, "big") + name + data, "sha256"
-        )
+        # Without the length, a key and a value could be read as a longer key and a shorter value.
+        record = len(name).to_bytes(8, "big") + name + data
+        return hmac.digest(bytes.fromhex(self.secret), record, "sha256")

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,7 @@ def gpu_of(local: int, rank: int) -> torch.device:
     UsageError for a rank too many."""
     count = torch.cuda.device_count()
     index = local // ranks_per_gpu()
+    # A rank that is shown one GPU alone finds it under number 0.
     if index >= count > 1:
         raise UsageError(
             f"rank {rank} is number {local} (from 0) on its machine, which shows it {count} GPUs"
@@ -217,7 +219,7 @@ class World:
         before. `purpose` keeps traffic apart that may cross (the two directions of a pipeline)."""
         for ranks in groups:
             if len(ranks) > 1 and (ranks, purpose) not in self._groups:
-                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)  # pyright: ignore
+                handle: Any = dist.new_group(list(ranks), timeout=self._timeout)
                 self._groups[ranks, purpose] = (
                     Group(ranks, self.rank, handle) if self.rank in ranks else None
                 )
@@ -257,6 +259,7 @@ class World:
     def wait_for(self, ranks: Iterable[int]) -> None:
         """Wait until these ranks have come here too, for longer than a collective may take. Every
         rank calls it with the same ranks."""
+        # The store keeps keys for the whole run: each wait has its own.
         self._waits += 1
         keys = {rank: f"longshift-wait-{self._waits}-{rank}" for rank in ranks}
         if self.size > 1 and self.rank in keys:
@@ -268,6 +271,7 @@ class World:
         """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's
         elsewhere, of the same class."""
         text = f"{type(fault).__name__} {fault}" if fault else ""
+        # Ranks with a fault gather, too, or the others would wait for them.
         faults = [rank_text.partition(" ") for rank_text in self.gather_text(text)]
         if fault is not None:
             raise fault

@@ -105,17 +105,18 @@ def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
     """Why the adapters that an `adapter_config.json` of PEFT describes are not those of a model, a
     line each: another kind, size or scale, or a function that is not `W x + scale B A x`. Which
     layers have one, the names of tensors say."""
-    if config.get("peft_type") != "LORA":
-        return [f"peft_type is {config.get('peft_type')!r}, not LORA"]
+    peft_type = config.get("peft_type")
+    if peft_type != "LORA":
+        return [f"peft_type is {peft_type!r}, not LORA"]
     # Only what changes what adapters compute is compared, no bookkeeping.
     lora = spec.lora
     faults: list[str] = []
-    if config.get("r") != lora.rank:
-        faults.append(f"r is {config.get('r')!r}, and model.lora.rank is {lora.rank}")
-    if config.get("lora_alpha") != lora.alpha:
-        faults.append(
-            f"lora_alpha is {config.get('lora_alpha')!r}, and model.lora.alpha is {lora.alpha:g}"
-        )
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
+    if rank != lora.rank:
+        faults.append(f"r is {rank!r}, and model.lora.rank is {lora.rank}")
+    if alpha != lora.alpha:
+        faults.append(f"lora_alpha is {alpha!r}, and model.lora.alpha is {lora.alpha:g}")
     if config.get("bias", "none") != "none":
         faults.append(f"bias is {config['bias']!r}: biases are not trained here")
     init = config.get("init_lora_weights")
@@ -124,9 +125,9 @@ def adapter_faults(config: Mapping[str, Any], spec: Any) -> list[str]:
             f"init_lora_weights is {init!r}: PEFT changed the model's own weights beside these"
             " adapters"
         )
-    faults += [
-        f"{key} is {config[key]!r}, which is not there" for key in FOREIGN if config.get(key)
-    ]
+    for key in FOREIGN:
+        if config.get(key):
+            faults.append(f"{key} is {config[key]!r}, which is not there")
     return faults
 
 
@@ -140,34 +141,34 @@ def with_adapters(
     """The parameter table with adapters, each behind its weight, and with what is not trained
     marked: all but the adapters where there are any, and the weights whose names match a pattern of
     `freeze`. `input_major`: weights are stored [in, out]."""
+    input_dim, output_dim = (0, 1) if input_major else (1, 0)
     for p in params:
         is_frozen = lora is not None or any(fnmatchcase(p.name, pattern) for pattern in freeze)
         yield replace(p, frozen=True) if is_frozen else p
-        if (
-            lora
-            and _adaptable(p, layers)
-            and (ALL in lora.targets or module_of(p.name) in lora.targets)
-        ):
-            input_dim, output_dim = (0, 1) if input_major else (1, 0)
-            stem = p.name.removesuffix("weight")
-            a = replace(
-                p,
-                name=stem + A,
-                role=f"{p.role}_lora_a",
-                shape=(lora.rank, p.shape[input_dim]),
-                init="fan_in",
-            )
-            b = replace(
-                p,
-                name=stem + B,
-                role=f"{p.role}_lora_b",
-                shape=(p.shape[output_dim], lora.rank),
-                init="zeros",
-            )
+        if not lora or not _adaptable(p, layers):
+            continue
+        if ALL not in lora.targets and module_of(p.name) not in lora.targets:
+            continue
 
-            # Tensor parallelism cuts the one beside its own cut: A by input, B by output.
-            yield replace(a, dim=1) if p.dim == input_dim else replace(a, dim=None, parts=())
-            yield replace(b, dim=0) if p.dim == output_dim else replace(b, dim=None, parts=())
+        stem = p.name.removesuffix("weight")
+        a = replace(
+            p,
+            name=stem + A,
+            role=f"{p.role}_lora_a",
+            shape=(lora.rank, p.shape[input_dim]),
+            init="fan_in",
+        )
+        b = replace(
+            p,
+            name=stem + B,
+            role=f"{p.role}_lora_b",
+            shape=(p.shape[output_dim], lora.rank),
+            init="zeros",
+        )
+
+        # Tensor parallelism cuts the one beside its own cut: A by input, B by output.
+        yield replace(a, dim=1) if p.dim == input_dim else replace(a, dim=None, parts=())
+        yield replace(b, dim=0) if p.dim == output_dim else replace(b, dim=None, parts=())
 
 
 def _adaptable(p: Any, layers: int) -> bool:

@@ -226,6 +226,7 @@ class Reader:
         """Required where there is no default."""
         if default is None and self.config.get(key) is None:
             self.fault(key, None, "is required")
+        # `isinstance` would take true for 1.
         return self.value(
             key, default or 1, lambda v: type(v) in kinds and low <= v <= high, reason
         )
@@ -244,9 +245,9 @@ class Reader:
 
     def activation(self, key: str, default: str) -> str:
         reason = f"supported: {', '.join(_ACTIVATION)}"
-        return _ACTIVATION[
-            self.value(key, default, lambda v: isinstance(v, str) and v in _ACTIVATION, reason)
-        ]
+        # A list cannot be looked up.
+        name = self.value(key, default, lambda v: isinstance(v, str) and v in _ACTIVATION, reason)
+        return _ACTIVATION[name]
 
     def no_dropout(self, key: str, default: float = 0.0) -> None:
         """A rate of dropout, which is not applied: one above 0 is kept for a warning."""
@@ -261,6 +262,7 @@ class Reader:
 
     def refuse_the_rest(self) -> None:
         """Go through the keys that nobody has asked for."""
+        # Sorted, so that a config always has the same message.
         for key in sorted(self.config.keys() - self.known - _NOT_THE_FUNCTION):
             if key in _DROPOUT:
                 self.no_dropout(key)

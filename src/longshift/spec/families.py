@@ -231,6 +231,7 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     Dropout that a config asks for is not applied here; a UserWarning says so.
     """
     name = config.get("model_type")
+    # What is no text may not even be looked up: a list has no hash.
     if not isinstance(name, str) or name not in FAMILIES:
         hint = _text_hint(config) or family_hint(str(name)) or _typing_hint(str(name))
         raise UsageError(f"{file}: model_type {shown(name)} is not a supported model family{hint}")
@@ -411,7 +412,8 @@ def _caps(read: Reader, defaults: tuple[float, float]) -> dict[str, Any]:
     caps: dict[str, Any] = {}
     for (key, name), default in zip(keys.items(), defaults):
         cap = float(read.number(key, default))
-        is_null = key in read.config and read.config[key] is None
+        # `number` takes null for an absent key, and here it is none.
+        is_null = read.config.get(key, default) is None
         caps[name] = None if is_null else cap
     return caps
 

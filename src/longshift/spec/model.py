@@ -34,6 +34,7 @@ def share(total: int, parts: int, index: int) -> tuple[int, int]:
 def attended(length: Any, window: int | None) -> Any:
     """Pairs of a token of a document and one of the last `window` tokens that it attends to; half
     of the length's square for None."""
+    # The first tokens see all before them, a triangle; the others a whole window each.
     reach = length if window is None else np.minimum(length, window)
     return reach * reach / 2.0 + (length - reach) * reach
 
@@ -80,6 +81,7 @@ class Part:
 
     def rows(self, parts: int, index: int) -> tuple[int, int]:
         """Half-open range of rows, from the part's start, of coordinate `index` of `parts`."""
+        # Queries are shared out, and the keys follow them.
         first, last = share(self.heads or self.units, parts, index)
         group = self.heads // self.units if self.heads else 1
         return first // group * self.size, -(-last // group) * self.size
@@ -292,12 +294,13 @@ class ModelSpec:
         up; adapters have gradients of their own."""
         names: list[set[str]] = [set() for _ in range(self.units)]
         for p in self.params:
+            is_adapter = p.role.endswith(("_lora_a", "_lora_b"))
             # Gradients of experts are formed for all of them at once.
-            is_factor = len(p.shape) == 2 and not p.experts
-            if is_factor and not p.frozen and not p.role.endswith(("_lora_a", "_lora_b")):
-                for unit in (p.unit, p.also_unit):
-                    if unit:  # unit 0 looks up
-                        names[unit].add(p.name)
+            if len(p.shape) != 2 or p.frozen or is_adapter or p.experts:
+                continue
+            for unit in (p.unit, p.also_unit):
+                if unit:  # unit 0 looks up
+                    names[unit].add(p.name)
         return tuple(map(frozenset, names))
 
     def flops_per_token(self, context: float) -> float:
@@ -312,18 +315,18 @@ class ModelSpec:
         """FLOP of forward and backward for a token through the weights."""
         flops = 0.0
         for p in self.params:
+            # A tied embedding is multiplied with by the head.
             if p.also_unit is not None or p.role not in ("embed", "positions"):
-                share = self.top_k / p.experts if p.experts else 1.0
-                flops += share * p.elements * (4.0 if p.frozen else 6.0)
+                flops += self._elements_of_token(p) * (4.0 if p.frozen else 6.0)
         return flops
 
     @cached_property
     def active(self) -> int:
         """Number of weights that a token passes through: of experts those of a token."""
-        unused = self.experts - self.top_k
-        return sum(
-            p.elements - (p.experts and p.elements // p.experts * unused) for p in self.params
-        )
+        return sum(map(self._elements_of_token, self.params))
+
+    def _elements_of_token(self, p: Param) -> int:
+        return p.elements // p.experts * self.top_k if p.experts else p.elements
 
 
 # By role, the names of modules as published checkpoints have them.
@@ -473,14 +476,8 @@ def _experts(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
 
 def _norm(spec: ModelSpec, names: Mapping[str, str], role: str, size: int) -> Iterator[Param]:
     """The weights of a norm; `size`: of its weight."""
-    yield Param(
-        f"{names[role]}.weight",
-        role,
-        (size,),
-        0,
-        decay=False,
-        init="zeros" if spec.norm_less_one else "ones",
-    )
+    init = "zeros" if spec.norm_less_one else "ones"
+    yield Param(f"{names[role]}.weight", role, (size,), 0, decay=False, init=init)
     if spec.norm == "layer":
         yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), 0, decay=False, init="zeros")
 

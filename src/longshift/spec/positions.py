@@ -75,6 +75,7 @@ def read_rotary_width(read: Reader, head_width: int, may_be_partial: bool) -> in
 
 def read_window_rope(read: Reader) -> Rope:
     """Gemma 3's rotary embedding of blocks with a window."""
+    # Transformers 5 has it in rope_parameters, by kind of block.
     theta = float(read.number("rope_local_base_freq", 10000.0))
     parameters = read.config.get("rope_parameters")
     if isinstance(parameters, Mapping) and "sliding_attention" in parameters:
@@ -138,18 +139,22 @@ def read_rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rop
 
 def _read_scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
     """Fields of Rope from a section of this kind."""
-    defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if kind == "yarn" else {}
+    is_yarn = kind == "yarn"
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if is_yarn else {}
     fields: dict[str, Any] = {}
     for key, name in _SCALING_KEYS[kind].items():
         if name == "original_positions":
-            default = outer.size("max_position_embeddings") if kind == "yarn" else None
+            # As in transformers, which requires the key of llama3.
+            default = outer.size("max_position_embeddings") if is_yarn else None
             fields[name] = inner.size(key, default)
         elif name == "truncate":
             fields[name] = inner.flag(key, True)
         elif name == "magnitude":
-            fields[name] = float(inner.number(key, _magnitude(inner, fields["factor"])))
+            default = _magnitude(inner, fields["factor"])
+            fields[name] = float(inner.number(key, default))
         else:
             fields[name] = float(inner.number(key, defaults.get(key)))
+    # Equal bounds would leave no channel between, and divide by zero.
     for high, low in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
         if not inner.faults and high in fields and fields[high] <= fields[low]:
             inner.fault(high, fields[high], f"must exceed {low} {fields[low]}")
@@ -185,6 +190,7 @@ def read_nope_every(read: Reader, default: int, layers: int) -> int:
     )
     key, value = ("no_rope_layers", flags) if flags else ("no_rope_layer_interval", every)
     if flags:
+        # The first block without it says the interval; the others must agree.
         every = next((block for block, flag in enumerate(flags, 1) if not flag), 0)
         expected = [not every or block % every > 0 for block in range(1, layers + 1)]
         if [bool(flag) for flag in flags] != expected:
@@ -265,14 +271,14 @@ def window_keys(spec: ModelSpec, kind: WindowKind | None) -> dict[str, Any]:
     if kind == "all" or window:
         config["sliding_window"] = window
     if kind != "all" and window:
-        blocks = range(1, spec.layers + 1)
-        config["layer_types"] = [
-            "full_attention" if spec.window(block) is None else "sliding_attention"
-            for block in blocks
-        ]
+        types = []
+        for block in range(1, spec.layers + 1):
+            types.append("full_attention" if spec.window(block) is None else "sliding_attention")
+        config["layer_types"] = types
     if kind == "some":
         config["use_sliding_window"] = window is not None
         if window:
+            # To readers without layer_types, all blocks from this one on have the window.
             config["max_window_layers"] = next(
                 (block for block in range(spec.layers) if block + 1 not in spec.full_blocks),
                 spec.layers,
@@ -337,7 +343,10 @@ def replaced_scaling(spec: ModelSpec, stretched_spec: ModelSpec) -> str | None:
     away, else None."""
     old = spec.rope
     new = stretched_spec.rope
-    if old is None or new is None or old.scaling is None or replace(old, theta=new.theta) == new:
+    if old is None or new is None or old.scaling is None:
+        return None
+    # Another base leaves the scaling as it is.
+    if replace(old, theta=new.theta) == new:
         return None
     scaling = f"{new.scaling} by {new.factor:g}" if new.scaling else f"a base of {new.theta:g}"
     return (

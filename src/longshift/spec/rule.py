@@ -67,6 +67,7 @@ def load_rule(text: str) -> Any:
             " object of it"
         ) from fault
     moments: Any = getattr(rule, "moments", None)
+    # The names are kinds in the keys of a checkpoint, which bars part.
     is_named = isinstance(moments, tuple) and all(
         isinstance(name, str) and name.isidentifier() for name in moments
     )

@@ -44,19 +44,21 @@ def maxima_to_scales(maxima: Tensor) -> Tensor:
 
 def block_maxima(blocks: Tensor) -> Tensor:
     """The largest magnitude of each of blocks [..., BLOCK], float32."""
+    # `blocks.abs().amax()` would need a copy of the blocks.
     low, high = blocks.aminmax(dim=-1)
     return torch.maximum(low.neg_(), high, out=high).to(torch.float32)
 
 
 def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
     """Scales and codes of rows x [..., columns] that begin in this column of the weight."""
+    columns = x.shape[-1]
     blocks = in_blocks(x, column, copy=False)
     scales.copy_(maxima_to_scales(block_maxima(blocks)))
-    is_view = column % BLOCK == x.shape[-1] % BLOCK == 0
-    scaled = torch.div(
-        blocks, scales[..., None], out=torch.empty_like(blocks) if is_view else blocks
-    )
-    codes.copy_(in_rows(scaled, column, x.shape[-1]))
+    # x must not change: where blocks are a view of it, quotients have memory of their own.
+    is_view = column % BLOCK == columns % BLOCK == 0
+    out = torch.empty_like(blocks) if is_view else blocks
+    scaled = torch.div(blocks, scales[..., None], out=out)
+    codes.copy_(in_rows(scaled, column, columns))
 
 
 def decode(codes: Tensor, scales: Tensor, column: int, dtype: torch.dtype) -> Tensor:

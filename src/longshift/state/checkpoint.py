@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,14 +109,13 @@ class UnfinishedCheckpoint:
         )
         self._writing: Future[list[dict]] | None = None
         with self._swept():
-            _together(world, self._fault, self._begin if world.rank == 0 else None)
+            self._on_rank_0(self._fault, self._begin)
 
     def write(self, entries: Entries) -> None:
         """Write this rank's files in the background. The tensors of `entries`, in host memory, must
         stay as they are until `written`."""
-        self._writing = in_background(
-            lambda: _write_tensors(self._scratch, entries, self.world.rank)
-        )
+        write = partial(_write_tensors, self._scratch, entries, self.world.rank)
+        self._writing = in_background(write)
 
     @property
     def written(self) -> bool:
@@ -125,27 +125,26 @@ class UnfinishedCheckpoint:
     def finish(self, entries: Entries = ()) -> None:
         """Write what is not written in the background, and have the checkpoint take its place.
         Raises CheckpointError as `save` does."""
-        run = self.run
-        world = self.world
-        is_first = world.rank == 0
-        write = (
-            self._writing.result
-            if self._writing
-            else lambda: _write_tensors(self._scratch, entries, world.rank)
-        )
+        write = partial(_write_tensors, self._scratch, entries, self.world.rank)
+        if self._writing:
+            write = self._writing.result
         with self._swept():
             # 1. Write this rank's files, and tell all ranks of them.
-            rank_files = _together(world, self._fault, write)
-            texts = world.gather_text(json.dumps(rank_files))
+            rank_files = _together(self.world, self._fault, write)
+            texts = self.world.gather_text(json.dumps(rank_files))
             files = [row for text in texts for row in json.loads(text)]
 
             # 2. Rank 0 makes the folder the newest checkpoint, and removes old ones.
-            publish = (lambda: self._publish(files)) if is_first else None
-            _together(world, self._fault, publish)
-            purge = (lambda: _purge(run, self.step, self.keep, self.best)) if is_first else None
-            _together(world, f"old checkpoints of {run} cannot be removed", purge)
+            self._on_rank_0(self._fault, lambda: self._publish(files))
+            failure = f"old checkpoints of {self.run} cannot be removed"
+            self._on_rank_0(failure, lambda: _purge(self.run, self.step, self.keep, self.best))
+
+    def _on_rank_0(self, failure: str, work: Callable[[], None]) -> None:
+        """Collective, as `_together`: of its failure all ranks know."""
+        _together(self.world, failure, work if self.world.rank == 0 else None)
 
     def _begin(self) -> None:
+        # A save that died may have left a folder of this name.
         _sweep(self.run)
         self._scratch.mkdir(parents=True)
         if not (self.run / LATEST).exists():
@@ -212,9 +211,10 @@ class Checkpoint:
                 f" name.{instead(folder)}"
             )
         index = _together(world, fault, lambda: index_boxes(folder, manifest))
-        files = _together(
-            world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size], index)
-        )
+
+        # Hashing takes as long as reading: each file is hashed by one rank.
+        rank_files = manifest.files[world.rank :: world.size]
+        files = _together(world, fault, lambda: _verify(folder, rank_files, index))
         return cls(folder, manifest, index, files)
 
     @property
@@ -238,13 +238,12 @@ class Checkpoint:
             for kind in ("master", *moments):
                 needed = scales_of(weight_box) if kind.endswith(SCALE) else weight_box
                 boxes = [saved.box for saved in self._index.get((kind, name), ())]
+                # Boxes are disjoint: inside, and with all its elements, they are the weight.
                 num_elements = sum(box.elements for box in boxes)
                 fit = all(len(box.shape) == len(needed.shape) and box in needed for box in boxes)
                 if num_elements != needed.elements or not fit:
-                    more = ", ..." if len(boxes) > 4 else ""
-                    state = (
-                        f"is {', '.join(map(str, boxes[:4]))}{more}" if boxes else "is not there"
-                    )
+                    listed = ", ".join(map(str, boxes[:4])) + ", ..." * (len(boxes) > 4)
+                    state = f"is {listed}" if boxes else "is not there"
                     raise CheckpointError(
                         f"{self.folder}: {kind} {name} {state}, {needed} is needed: incomplete, or"
                         " of another model"
@@ -268,6 +267,7 @@ class Checkpoint:
             if saved.path not in self._files:
                 self._files[saved.path] = safe_open(saved.path, framework="pt")
             values = self._files[saved.path].get_slice(saved.key)[part.within(saved.box)]
+            # The format is the file's, known from the first box.
             out = torch.empty(box.shape, dtype=values.dtype) if out is None else out
             out[part.within(box)] = values
             num_read += part.elements
@@ -348,6 +348,7 @@ def _publish(run: Path, step: int, scratch: Path, best: int | None) -> None:
         _write_text(run / f".{name}.writing", f"step-{target}\n")
     if final.exists():
         final.rename(final.with_name(f".{final.name}.replaced"))
+    # LATEST may name only what is durable.
     scratch.rename(final)
     sync(final.parent)
     for name in pointers:

@@ -130,13 +130,16 @@ class Copies(ABC):
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""
-        inside = self.spec.multiplied[module.unit] if self.adds_inside else frozenset()
+        unit = module.unit
+        inside = self.spec.multiplied[unit] if self.adds_inside else frozenset()
         for param in module.table:
+            # A tied embedding moves with another unit than the head's.
             moving = moving_unit(self.spec, param)
-            module.register_parameter(param.role, self.units[moving].weights[param.name])
+            weight = self.units[moving].weights[param.name]
+            module.register_parameter(param.role, weight)
             if param.name in inside:
                 module.adds[param.role] = partial(self.add, moving, param.name)
-                self.expected.setdefault(module.unit, set()).add(moving)
+                self.expected.setdefault(unit, set()).add(moving)
 
     def open(self, unit: int) -> None:
         """Have storage for what a switch brings of a unit."""
@@ -192,10 +195,9 @@ class Copies(ABC):
         weights = self.units[unit].weights
         grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         # A sum without numbers takes a copy of its first gradient, and needs no zeros.
-        for names, put in (
-            (grads.keys() & blank, torch._foreach_copy_),
-            (grads.keys() - blank, torch._foreach_add_),
-        ):
+        first = grads.keys() & blank
+        later = grads.keys() - blank
+        for names, put in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):
             totals = []
             parts = []
             for name in weights:
@@ -258,6 +260,7 @@ class FusedBucket:
         if self.coded is not None and buffer is not None:
             for views, target in zip(self.gathered, self.targets):
                 self.coded.decode(views, buffer, target)
+        # Home's own tensors need no copy, and torch refuses an empty list.
         elif self.targets:
             sources = self.sources
             if buffer is not None:
@@ -294,12 +297,15 @@ class AlignedCopies(Copies):
 
     def prepare(self, unit: int) -> None:
         buckets = []
+        copies = self.units[unit]
         for shard in self.home.shards:
             if shard.bucket.unit == unit:
                 strips = Strips(shard.bucket, self.world.rank, self.boxes, self.spec)
-                shard.vectors["master"].hold()
-                buckets.append(FusedBucket(strips, shard, self.units[unit], self.precision))
-                shard.vectors["master"].evict()
+                # A master on disk needs storage while views of it are made.
+                master = shard.vectors["master"]
+                master.hold()
+                buckets.append(FusedBucket(strips, shard, copies, self.precision))
+                master.evict()
         self.fused[unit] = FusedUnit(buckets)
 
     def gather(self, unit: int) -> None:
@@ -377,6 +383,7 @@ class AlignedCopies(Copies):
         fused.sums = None
         reductions = []
         for bucket in fused.learning:
+            # No other name keeps the sum: coded, it is gone before the next bucket.
             total = sums.pop(0)
             holders = bucket.strips.bucket.holders
             group = self.world.group(holders, "reduce")

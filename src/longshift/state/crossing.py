@@ -87,6 +87,7 @@ class Crossing:
                 with torch.cuda.stream(self.back):
                     part.copy_(staged, non_blocking=True)
                     slot.used = self.back.record_event()
+                # Slots take turns, so that the oldest copy is waited for.
                 self._leaving.append(slot)
 
     def arrived(self) -> Callable[[], None]:
@@ -127,6 +128,7 @@ class Crossing:
 
     def _land(self) -> None:
         """Copy, or add, what left first."""
+        # Landings are in the order of their slots: the next one taken is free after this.
         oldest = self._landing.popleft()
         oldest.left.synchronize()
         if oldest.add:
@@ -138,7 +140,8 @@ class Crossing:
 def runs(x: Tensor) -> Iterator[slice]:
     """Rows of x [n, rows, ...] that fit into a slot together, one after another."""
     n, rows = x.shape[:2]
-    step = max(1, SLOT_BYTES * rows // max(1, x.nbytes)) if n else rows
+    rows_of_slot = SLOT_BYTES * rows // max(1, x.nbytes)
+    step = max(1, rows_of_slot) if n else rows
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -153,9 +156,12 @@ def slots_in(
     """Number of pinned slots for weights on their way to a GPU: enough for two units of the size of
     the largest one that lies outside the GPU. 0 where all units lie on it. `mine`: the rank's
     buckets; `weight_bytes`: of a weight in the compute format."""
-    outside = dict.fromkeys((unit for unit, tier in tiers.items() if tier != "device"), 0)
+    outside = {unit: 0 for unit, tier in tiers.items() if tier != "device"}
     for bucket in mine:
         if bucket.unit in outside:
             outside[bucket.unit] += bucket.kept(rank) * weight_bytes
     unit_bytes = max(outside.values(), default=0)
-    return max(SLOTS, -(-2 * unit_bytes // SLOT_BYTES)) if unit_bytes else 0
+    if not unit_bytes:
+        return 0
+    # The host casts a unit while the one before waits for the device.
+    return max(SLOTS, -(-2 * unit_bytes // SLOT_BYTES))

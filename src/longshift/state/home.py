@@ -104,6 +104,7 @@ class Shard:
         elif self.grad is not None:
             self.grad += total
         elif self.on_disk:
+            # The file is written from the vector's own memory.
             self.begin().copy_(total)
         else:
             self.grad = total
@@ -112,6 +113,7 @@ class Shard:
         """Let the master and moments be what was written to second places of the file."""
         for vector in self.vectors.values():
             if isinstance(vector, DiskVector) and vector.second is not None:
+                # The next early update goes where this state lay.
                 vector.start, vector.second = vector.second, vector.start
 
     def begin(self) -> Tensor:
@@ -151,9 +153,9 @@ class Home:
         self.moments = rule.moments if rule else ()
         self.packed: MomentFormat = packed if self.moments else "float32"
         self.saved = saved_moments(self.moments, self.packed, precision.home)
-        self.records = (
-            Records(Path(folder or tempfile.gettempdir())) if "disk" in home_in.tiers else None
-        )
+        self.records = None
+        if "disk" in home_in.tiers:
+            self.records = Records(Path(folder or tempfile.gettempdir()))
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
 
         buckets = [bucket for bucket in buckets_of(spec, cut) if self.rank in bucket.holders]
@@ -222,7 +224,8 @@ class Home:
                 kind: (blocks if kind.endswith(SCALE) else elements, dtype)
                 for kind, dtype in self.saved.items()
             }
-            formats |= {"grad": formats["master"]} if tier == "disk" else {}
+            if tier == "disk":
+                formats["grad"] = formats["master"]
         vectors: dict[str, Vector] = {}
         for kind, (size, dtype) in formats.items():
             if self.records is not None and tier == "disk":
@@ -241,9 +244,8 @@ class Home:
             shard.packed = {name: self._packed(shard, name) for name in self.moments}
         if self.crossing is not None and tier != "device":
             shard.crossing = self.crossing
-            shard.pinned = (
-                self.crossing.pinned(shard.master) if tier == "host" and not bucket.frozen else None
-            )
+            if tier == "host" and not bucket.frozen:
+                shard.pinned = self.crossing.pinned(shard.master)
         fill(shard, source)
         vectors["master"].write()
         vectors["master"].ready()
@@ -257,12 +259,11 @@ class Home:
             boxes=shard.boxes,
             format=self.packed,
             root=name in ROOTS and self.packed == "float8",
-            wide=torch.empty(
-                shard.master.shape, dtype=shard.master.dtype, device=shard.master.device
-            ),
+            wide=torch.empty_like(shard.master),
             codes=shard.vectors[name].flat,
             scales=scales.flat if scales else None,
         )
+        # Between updates the codes alone have memory.
         moment.memory.drop()
         return moment
 
@@ -300,6 +301,7 @@ class Home:
         for shard in self._learning(unit):
             if part == "sums":
                 assert shard.grad is not None
+                # The global norm is asked for when the sum is out of memory.
                 shard.norms = _norms(shard.grad)
             elif part == "record":
                 shard.vectors["grad"].evict()
@@ -325,6 +327,7 @@ class Home:
         number = self._wide.pop(unit, None)
         if number is None:
             return
+        # One collective shares the maxima of all moments, so all are measured first.
         for moment in self._moments(unit):
             moment.measure()
         if unit in self.cut:
@@ -360,12 +363,15 @@ class Home:
         maxima = shard.vectors[name + SCALE].flat
         for placed in shard.boxes:
             local = placed.blocks
-            first, columns = blocks.places.get(placed.name, (0, ()))
+            if not local or placed.name not in blocks.places:
+                continue
+            # Of a weight the shared maxima are its rows by the columns of blocks that are cut.
+            first, columns = blocks.places[placed.name]
             shape = (*self.spec.by_name[placed.name].shape[:-1], len(columns))
             grid = shared[first:][: prod(shape)].view(shape)
             rows = tuple(map(slice, local.start[:-1], local.stop[:-1]))
             for index, column in enumerate(columns):
-                if local and local.start[-1] <= column < local.stop[-1]:
+                if local.start[-1] <= column < local.stop[-1]:
                     part = placed.scales(maxima)[..., column - local.start[-1]]
                     yield part, grid[..., index][rows]
 
@@ -378,12 +384,13 @@ class Home:
     def _vectors(self, unit: int, part: str) -> list[Vector]:
         if part == "master":
             return [shard.vectors["master"] for shard in self.shards if shard.bucket.unit == unit]
+        shards = self._learning(unit)
         if part == "sums":
-            return [
-                shard.vectors["grad"] for shard in self._learning(unit) if shard.grad is not None
-            ]
-        kinds = ("master", *self.saved, "grad") if part == "record" else ("master", *self.saved)
-        return [shard.vectors[kind] for shard in self._learning(unit) for kind in kinds]
+            return [shard.vectors["grad"] for shard in shards if shard.grad is not None]
+        kinds = ["master", *self.saved]
+        if part == "record":
+            kinds.append("grad")
+        return [shard.vectors[kind] for shard in shards for kind in kinds]
 
     def _written(self, unit: int, part: str) -> list[Vector]:
         return self._vectors(unit, "state" if part == "record" else part)
@@ -406,15 +413,14 @@ class Home:
         in float64 beyond: a float64 copy of a whole shard would cost its memory twice over.
         Infinite where a float32 gradient is above 1e19."""
         self.settled()
-        summed = [s for s in self.shards if s.owned and s.grad is not None]
-        norms = [norm for s in summed for norm in (s.norms if s.on_disk else _norms(s.grad))]  # pyright: ignore
+        norms: list[Tensor] = []
+        for shard in self.shards:
+            if shard.owned and shard.grad is not None:
+                norms += shard.norms if shard.on_disk else _norms(shard.grad)
         device = self.shards[0].master.device
-        return (
-            torch.cat([norm.to(device) for norm in norms] or [torch.zeros(1, device=device)])
-            .double()
-            .square()
-            .sum()
-        )
+        # A rank that owns nothing adds zero: the sum over ranks is a collective.
+        joined = torch.cat([norm.to(device) for norm in norms] or [torch.zeros(1, device=device)])
+        return joined.double().square().sum()
 
     def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
         """Names of the weights whose master, or gradient, has a value here that is not finite."""
@@ -422,7 +428,7 @@ class Home:
         for shard in self.shards:
             if what == "master" or shard.grad is not None:
                 views = shard.views(self.flat(shard, what))
-                names += [name for name, _, view in views if not bool(view.isfinite().all())]
+                names += [name for name, _, view in views if not view.isfinite().all()]
         return names
 
     def drop_gradients(self) -> None:
@@ -440,6 +446,5 @@ def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
     """Norms of each NORM_RUN elements of a vector, and of what is left."""
     runs = len(x) // NORM_RUN
     rows = x[: runs * NORM_RUN].view(runs, NORM_RUN)
-    return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(
-        x[runs * NORM_RUN :]
-    ).view(1)
+    rest = x[runs * NORM_RUN :]
+    return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(rest).view(1)

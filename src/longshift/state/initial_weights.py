@@ -28,11 +28,16 @@ def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
         param = spec.by_name[name]
         if param.init in ("zeros", "ones"):
             return torch.full(box.shape, float(param.init == "ones"), dtype=dtype)
-        key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
-        std = (3 * param.shape[1]) ** -0.5 if param.init == "fan_in" else spec.init_std
-        std /= (2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0
+        key = _hash_number(f"{seed}/{name}", 16)
+        std = spec.init_std
+        if param.init == "fan_in":
+            std = (3 * param.shape[1]) ** -0.5
+        elif param.init == "normal_out":
+            std /= (2 * spec.layers) ** 0.5
+
         out = np.empty(box.shape, np.float32)
         for number, block in _blocks(box, param.shape):
+            # Counters of blocks are so far apart that their streams never meet.
             generator = np.random.Generator(np.random.Philox(key=key, counter=number << 128))
             values = generator.standard_normal(block.shape, np.float32)
             overlap = block & box
@@ -43,17 +48,27 @@ def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
     return source
 
 
+def _hash_number(text: str, num_bytes: int) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:num_bytes], "little")
+
+
 def _blocks(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
     """Blocks of a weight of this shape that a box overlaps, each with its number, row by row."""
     if not box:
         return
-    rows, columns = BLOCK if len(shape) > 1 else (BLOCK[0] * BLOCK[1], 1)
-    sizes = (rows, columns, *shape[2:])[: len(shape)]
-    grid = (
-        range(first // size, -(-last // size))
-        for first, last, size in zip(box.start, box.stop, sizes)
-    )
-    per_row = -(-shape[1] // columns) if len(shape) > 1 else 1
+    # 1. Sizes of a block, and blocks side by side. A vector is cut along its one dim.
+    if len(shape) > 1:
+        sizes = (*BLOCK, *shape[2:])
+        per_row = -(-shape[1] // BLOCK[1])
+    else:
+        sizes = (BLOCK[0] * BLOCK[1],)
+        per_row = 1
+
+    # 2. Blocks of the grid that the box has a part of.
+    grid = []
+    for first, last, size in zip(box.start, box.stop, sizes):
+        grid.append(range(first // size, -(-last // size)))
     for place in product(*grid):
         start = tuple(index * size for index, size in zip(place, sizes))
         stop = tuple(min(first + size, end) for first, size, end in zip(start, sizes, shape))
@@ -69,9 +84,10 @@ def fingerprint(home: Home, world: World) -> int | None:
         return None
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     for shard in home.shards:
-        for name, _, view in (
-            shard.views(home.flat(shard, "master")) if shard.owned and shard.bucket.frozen else ()
-        ):
-            key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-            total += view.view(BITS[view.itemsize]).sum(dtype=torch.int64) * key
+        if not shard.owned or not shard.bucket.frozen:
+            continue
+        for name, _, view in shard.views(home.flat(shard, "master")):
+            # A sum of bits is the same in any order, so for any layout.
+            bits = view.view(BITS[view.itemsize]).sum(dtype=torch.int64)
+            total += bits * _hash_number(name, 4)
     return int(world.everyone.all_reduce(total))

@@ -77,11 +77,13 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
         text = path.read_text("utf-8")
         body = json.loads(text)
         digest = body.pop("sha256")
+        # Also a change that JSON does not see, such as a space, is damage.
         intact = text == render(body)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
         raise CheckpointError(f"{path} is missing or damaged: {fault}.{instead(folder)}") from None
     if not intact:
         raise CheckpointError(f"{path} is damaged: its own SHA-256 differs.{instead(folder)}")
+    # Before the seal, which another version may make otherwise.
     if body.get("format") != FORMAT:
         message = (
             f"{path} has format {shown(body.get('format'))}, this version of longshift reads"
@@ -104,7 +106,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def index_boxes(folder: Path, manifest: Manifest) -> Index:
-    """Where every box lies; the boxes of a weight are disjoint."""
+    """Where every box lies; the boxes of a weight are disjoint. Raises CheckpointError where they
+    are not, or a key is malformed."""
     path = folder / "manifest.json"
     index = Index()
     cache: dict[str, Box] = {}  # by text: the kinds of a weight have the same boxes
@@ -130,6 +133,7 @@ def _parse_key(path: Path, key: str, cache: dict[str, Box]) -> tuple[str, str, B
         if text in cache:
             return kind, name, cache[text]
         box = Box.parse(text)
+        # Only the text that is written is read, so that a box has one key.
         if str(box) == text and box and min(box.start) >= 0:
             cache[text] = box
             return kind, name, box
@@ -143,6 +147,7 @@ def _parse_key(path: Path, key: str, cache: dict[str, Box]) -> tuple[str, str, B
 def overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share a value or differ in their number of dims, if any.
     Sweeps along dim 0."""
+    # Boxes that end before this one starts share nothing with it, nor with any after it.
     candidates: list[Box] = []
     for box in sorted(boxes):
         candidates = [candidate for candidate in candidates if candidate.stop[0] > box.start[0]]
@@ -189,9 +194,9 @@ def instead(folder: Path) -> str:
     is no step, that has a manifest."""
     match = re.fullmatch(r"step-([0-9]+)", folder.name)
     for step in reversed(steps_of(folder.parent)):
-        if (match is None or step < int(match[1])) and (
-            folder.parent / f"step-{step}" / "manifest.json"
-        ).is_file():
+        is_earlier = match is None or step < int(match[1])
+        manifest = folder.parent / f"step-{step}" / "manifest.json"
+        if is_earlier and manifest.is_file():
             latest = shlex.quote(str(folder.parent.parent / "LATEST"))
             return f" An older checkpoint may serve: echo step-{step} > {latest}"
     return f" There is no {'older' if match else 'other'} checkpoint of this run."

@@ -130,6 +130,7 @@ def encoded(
     x: Tensor, scales: Tensor | None, column: int, root: bool, format: MomentFormat, number: int
 ) -> Tensor:
     """Codes of rows that begin in this column of the weight. [Note: rounding]"""
+    # 1. Numbers of the range of the codes.
     y = in_blocks(x, column)
     y = y.sqrt_() if root else y
     if scales is not None:
@@ -138,6 +139,8 @@ def encoded(
         # Only what is zero becomes zero. [Note: square root]
         is_positive = y > 0
         y = y.clamp_(min=SMALLEST).mul_(is_positive)
+
+    # 2. Cut off the bits that a code has not. What is added is below a unit of the last that stays.
     bits = y.float().view(torch.int32)
     cut = CUT_BITS[format]
     bits = bits.add_((2 * turn(number, x.device) + 1) << (cut - 8)).bitwise_and_(-1 << cut)
@@ -146,6 +149,7 @@ def encoded(
 
 def turn(number: int, device: torch.device) -> Tensor:
     """By place in a block, whose turn of 0 to 127 it is in this update; int32."""
+    # Both factors are odd: 128 places, and 128 updates, each have all turns.
     return (
         torch.arange(BLOCK, dtype=torch.int32, device=device) * 77 + 79 * number % BLOCK
     ) % BLOCK

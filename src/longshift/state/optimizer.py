@@ -41,15 +41,20 @@ class Schedule:
         """Rate of update number `step`, from 0."""
         step = max(0, step - self.begin)
         if step < self.warmup:
+            # The first update has a rate above 0.
             return self.lr * (step + 1) / self.warmup
         if self.kind == "constant":
             return self.lr
-        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        factor = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
+        decay_steps = max(1, self.steps - self.warmup)
+        progress = min(1.0, (step - self.warmup) / decay_steps)
+        if self.kind == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * progress))
+        else:
+            factor = 1 - progress
         return self.min_lr + (self.lr - self.min_lr) * factor
 
 
-class Part(NamedTuple):
+class StateSlice(NamedTuple):
     """Views of a shard's vectors, of the elements that decay alike."""
 
     master: Tensor
@@ -118,6 +123,7 @@ class Optimizer:
         """The part of the next update for a unit on disk, as if its factor were 1. Masters and
         moments are in memory, and go to second places in the file. Gradients stay, for an update
         with another factor would take them."""
+        # `update` counts the step later, when the norm is known.
         self._apply(self._of({unit}), lr, 1.0, self.steps + 1)
         self._early.add(unit)
 
@@ -125,6 +131,7 @@ class Optimizer:
         """The part of the last update, or of what was skipped, for a unit of a home that is updated
         by unit; of one on disk, records have been read. Moments that are packed stay unpacked until
         `pack`."""
+        # A step that was skipped changes no moment.
         if self._factor is not None and self.home.packed != "float32":
             self.home.unpack(unit, self.steps)
         self._update(self._of({unit}))
@@ -143,17 +150,19 @@ class Optimizer:
                 shard.grad.mul_(factor)  # pyright: ignore[reportOptionalMemberAccess]
             factor = 1.0
         # A fused kernel takes tensors of one device and one weight decay.
-        groups: dict[tuple[float, torch.device], list[Part]] = {}
+        groups: dict[tuple[float, torch.device], list[StateSlice]] = {}
         for shard in shards:
             for decay, part in _parts(shard, self.rule):
                 groups.setdefault((decay, part.master.device), []).append(part)
+
+        rule = self.rule
         for (decay, _), parts in groups.items():
-            if not self.rule.is_user_rule:
-                _fused(self.rule, lr, decay, parts, factor, step)
+            if not rule.is_user_rule:
+                _fused(rule, lr, decay, parts, factor, step)
                 continue
-            user_rule = checked_rule(self.rule.name)
+            user_rule = checked_rule(rule.name)
             for part in parts:
-                moments = dict(zip(self.rule.moments, part.moments))
+                moments = dict(zip(rule.moments, part.moments))
                 update_in_pieces(user_rule, part.master, part.grad, moments, step, lr, decay)
 
     def state(self) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
@@ -171,6 +180,7 @@ class Optimizer:
         self.steps = steps
         for shard in self.home.learning:
             vectors = {kind: shard.vectors[kind] for kind in self.home.saved}
+            # A vector on disk is read and written once for all its boxes.
             with in_memory(list(vectors.values()), changed=True):
                 for placed, kind in product(shard.boxes, self.home.moments):
                     if not placed.box:
@@ -191,7 +201,7 @@ class Optimizer:
 
 
 def _fused(
-    rule: Rule, lr: float, decay: float, parts: Sequence[Part], factor: float, step: int
+    rule: Rule, lr: float, decay: float, parts: Sequence[StateSlice], factor: float, step: int
 ) -> None:
     """Update parts of one device that decay alike by their gradients times `factor`. These are the
     kernels of torch.optim, which imports torch's compiler: 1.3 s."""
@@ -199,10 +209,10 @@ def _fused(
     grads = [part.grad for part in parts]
     moments = [list(column) for column in zip(*(part.moments for part in parts))]
     device = masters[0].device
-    # The kernels divide gradients by this number.
-    divisor = (
-        None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
-    )
+    divisor = None
+    if factor != 1.0:
+        # The kernels divide gradients by this number.
+        divisor = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)
     if rule.name == "sgd":
         [momenta] = moments or [[]]
         torch._fused_sgd_(
@@ -257,19 +267,18 @@ def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Op
 def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> list[dict]:
     """torch's groups of parameters: matrices decay, norms and biases do not. `weights` by canonical
     name."""
-    decays: dict[bool, list[Tensor]] = {True: [], False: []}
-    for name, weight in weights.items():
-        decays[spec.by_name[name].decay].append(weight)
-    return [
-        {"params": decays[True], "weight_decay": rule.weight_decay},
-        {"params": decays[False], "weight_decay": 0.0},
-    ]
+    groups = []
+    for has_decay, weight_decay in ((True, rule.weight_decay), (False, 0.0)):
+        params = [w for name, w in weights.items() if spec.by_name[name].decay == has_decay]
+        groups.append({"params": params, "weight_decay": weight_decay})
+    return groups
 
 
-def _parts(shard: Shard, rule: Rule) -> Iterator[tuple[float, Part]]:
+def _parts(shard: Shard, rule: Rule) -> Iterator[tuple[float, StateSlice]]:
     """The elements of a shard that decay, and those that do not, as far as there are any, after
     their weight decay."""
     assert shard.grad is not None
+    # Weights that decay come first in a shard.
     halves = (
         (rule.weight_decay, slice(0, shard.decaying)),
         (0.0, slice(shard.decaying, shard.master.numel())),
@@ -277,7 +286,7 @@ def _parts(shard: Shard, rule: Rule) -> Iterator[tuple[float, Part]]:
     for decay, place in halves:
         if place.stop > place.start:
             moments = [shard.moment(name)[place] for name in rule.moments]
-            yield decay, Part(shard.master[place], shard.grad[place], moments)
+            yield decay, StateSlice(shard.master[place], shard.grad[place], moments)
 
 
 def _views(
@@ -285,9 +294,11 @@ def _views(
 ) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
     """Of every box its views of these vectors; those of scales with a box of their own."""
     scale_kinds = [kind for kind in flats if kind.endswith(SCALE)]
+    value_kinds = [kind for kind in flats if kind not in scale_kinds]
     for placed in shard.boxes:
-        views = {kind: placed.values(flats[kind]) for kind in flats if kind not in scale_kinds}
+        views = {kind: placed.values(flats[kind]) for kind in value_kinds}
         yield placed.name, placed.box, shard.owned, views
+
         if scale_kinds:
             # Two shards may have parts of a block: the one where it begins speaks for it.
             begun = blocks_starting_in(placed.box)

@@ -25,9 +25,9 @@ class Precision:
     @classmethod
     def of(cls, name: PrecisionName, wire: Wire = Wire()) -> "Precision":  # noqa: B008  (frozen)
         formats = FORMATS[name]
-        return cls(
-            getattr(torch, formats.compute), getattr(torch, formats.home), wire, formats.float8
-        )
+        compute = getattr(torch, formats.compute)
+        home = getattr(torch, formats.home)
+        return cls(compute, home, wire, formats.float8)
 
     @property
     def scaled(self) -> bool:
@@ -46,6 +46,7 @@ class LossScale:
 
     def update(self, finite: bool) -> None:
         self.good_steps = self.good_steps + 1 if finite else 0
+        # Powers of two, so that a scale and its inverse round nothing.
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
         elif self.good_steps == self.patience:

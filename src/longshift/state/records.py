@@ -63,7 +63,8 @@ class PlacedBox:
 def place_boxes(boxes: Iterable[tuple[str, Box]]) -> tuple[PlacedBox, ...]:
     """Boxes of weights, one after another."""
     placed = []
-    start = first_scale = 0
+    start = 0
+    first_scale = 0
     for name, box in boxes:
         blocks = scales_of(box)
         placed.append(PlacedBox(name, box, start, blocks, first_scale))
@@ -123,6 +124,7 @@ class DiskVector(Vector):
 
     def read(self) -> None:
         if not self.users:
+            # A copy that is still under way uses this memory.
             self.ready()
             self.memory.hold()
             self.moving = self.records.start(
@@ -136,6 +138,7 @@ class DiskVector(Vector):
             self.records.wait(self.moving.pop(0))
 
     def write(self, second: bool = False) -> None:
+        # A read fills the memory that is written.
         self.ready()
         start = self.second if second else self.start
         assert start is not None
@@ -227,6 +230,7 @@ class Records(DiskFile):
         except OSError as fault:
             if fault.errno not in NO_ROOM:
                 raise LongshiftError(f"home: {self.folder}: {fault.strerror}") from None
+            # A part of it may have been given.
             os.ftruncate(self.fileno(), self.end)
             return False
         return True
@@ -236,30 +240,33 @@ class Records(DiskFile):
     ) -> list[Future]:
         """Start to copy a vector from or to a place, piece by piece. There is a buffer for each
         thread, no larger than what is copied at one time."""
+        # 1. Buffers, at page boundaries, when they are first needed.
         if self._buffered < min(PIECE, self._largest):
             self._buffered = min(PIECE, self._largest)
             self._buffers = SimpleQueue()
             for _ in range(2 * THREADS):
                 room = torch.empty(self._buffered + ALIGN, dtype=torch.uint8)
                 self._buffers.put(room[-room.data_ptr() % ALIGN :][: self._buffered])
-        address, size = flat.data_ptr(), flat.nbytes
-        pieces = (
-            Extent(address + first, min(PIECE, size - first), start + first)
-            for first in range(0, size, PIECE)
-        )
-        return [threads.submit(copy, piece) for piece in pieces]
+
+        # 2. The copies.
+        address = flat.data_ptr()
+        size = flat.nbytes
+        copies = []
+        for first in range(0, size, PIECE):
+            piece = Extent(address + first, min(PIECE, size - first), start + first)
+            copies.append(threads.submit(copy, piece))
+        return copies
 
     @contextmanager
     def _buffer(self, piece: Extent) -> Iterator[tuple[int, memoryview]]:
         """The address of a buffer, and its pages that a piece takes."""
+        # `_buffers` may be another queue, of larger ones, when this piece is done.
         buffers = self._buffers
         room = buffers.get()
         try:
             size = whole_pages(piece.nbytes)
-            yield (
-                room.data_ptr(),
-                memoryview((ctypes.c_char * size).from_address(room.data_ptr())).cast("B"),
-            )
+            address = room.data_ptr()
+            yield address, memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         finally:
             buffers.put(room)
 

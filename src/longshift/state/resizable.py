@@ -57,6 +57,7 @@ class Tensors(ResizableStorage, Generic[Key]):
     ):
         sizes = [prod(shape) for shape in shapes.values()]
         super().__init__(torch.empty(sum(sizes), dtype=dtype, device=device))
+        # `data` has a version counter of its own: see [Note: released storage] of `state.copies`.
         parts = self.flat.data.split(sizes)
         self.views = {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts)}
 

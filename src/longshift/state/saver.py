@@ -35,20 +35,23 @@ class StateCopy:
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
-        # Without storage: on disk, only one shard is in memory at a time.
+        # 1. What is saved. Without storage: on disk, only one shard is in memory at a time.
         views: dict[tuple[str, Box, str], Tensor] = {}
         on_gpu = False
         for name, box, kind, view in self._saved():
             views[name, box, kind] = torch.empty_like(view, device="meta")
             on_gpu = on_gpu or view.device.type == "cuda"
         self.nbytes = sum(view.nbytes for view in views.values())
+
+        # 2. Memory for it, the widest first, so that all are aligned.
         self._arena = Arena(self.nbytes) if on_gpu else None
-        rest = self._arena.bytes if self._arena else torch.empty(self.nbytes, dtype=torch.uint8)
+        memory = self._arena.bytes if self._arena else torch.empty(self.nbytes, dtype=torch.uint8)
         self._copies: dict[tuple[str, Box, str], Tensor] = {}
-        # The widest first, so that all are aligned.
+        start = 0
         for key, view in sorted(views.items(), key=lambda item: -item[1].itemsize):
-            part, rest = rest.split((view.nbytes, len(rest) - view.nbytes))
+            part = memory[start : start + view.nbytes]
             self._copies[key] = part.view(view.dtype).view(view.shape)
+            start += view.nbytes
 
     def _saved(self) -> Iterator[tuple[str, Box, str, Tensor]]:
         """Weight, box, kind and view of what this rank saves."""
@@ -62,6 +65,7 @@ class StateCopy:
         for name, box, kind, view in self._saved():
             copy = self._copies[name, box, kind].copy_(view, non_blocking=True)
             entries.append((name, box, True, {kind: copy}))
+        # The thread that writes must find the copies done.
         if self._arena:
             torch.cuda.synchronize()
         return entries
@@ -112,6 +116,7 @@ class Saver:
         try:
             copy = StateCopy(optimizer)
         except (OutOfMemoryError, RuntimeError) as error:
+            # Torch has no class of its own for memory that a CPU lacks.
             if isinstance(error, RuntimeError) and not lacks_memory(error):
                 raise
             fault = str(error)

@@ -28,9 +28,8 @@ class StripViews:
     def in_buffer(self, buffer: Tensor) -> Tensor:
         """The strip of a fused buffer [slots, width], as a view of shape `shape`."""
         strip = self.strip
-        return buffer[
-            strip.first : strip.last, strip.offset : strip.offset + prod(self.shape[1:])
-        ].view(self.shape)
+        end = strip.offset + prod(self.shape[1:])
+        return buffer[strip.first : strip.last, strip.offset : end].view(self.shape)
 
     def in_weight(self, tensor: Tensor) -> Tensor:
         """The strip of the rank's tensor of the weight, or of its gradient, as a view of shape
@@ -53,11 +52,14 @@ class Strips:
         views: list[StripViews] = []
         for strip in strips_of(bucket):
             piece = strip.piece
+            name = piece.name
+            # Rows of neighbouring slots follow one another in the weight: one box has them all.
             slots = strip.last - strip.first
             start = piece.box.start[0] + strip.begin
             box = piece.box.cut(0, start, start + strip.rows * slots)
-            place = assemble(box, boxes[piece.name], spec.by_name[piece.name].dim)
-            views.append(StripViews(piece.name, strip, (slots, strip.rows, *box.shape[1:]), place))
+            shape = (slots, strip.rows, *box.shape[1:])
+            place = assemble(box, boxes[name], spec.by_name[name].dim)
+            views.append(StripViews(name, strip, shape, place))
         self.strips = tuple(views)
         self.width = bucket.width
         self.own = bucket.kept(rank)

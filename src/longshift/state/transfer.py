@@ -31,7 +31,7 @@ from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
 
 # A view of a box of a weight; None where this rank does not have it.
-Part = Callable[[str, Box], Tensor | None]
+BoxView = Callable[[str, Box], Tensor | None]
 
 
 class _InSum(NamedTuple):
@@ -53,8 +53,10 @@ class Views:
 
     def __init__(self, views: Iterable[Tensor], renewed: Iterable[Shard]):
         """Take `views` while the gradient sums are there."""
-        sums = [(shard, shard.grad) for shard in renewed if shard.grad is not None]
-        owners = {grad.untyped_storage().data_ptr(): shard for shard, grad in sums}
+        owners: dict[int, Shard] = {}  # by address of their sums
+        for shard in renewed:
+            if shard.grad is not None:
+                owners[shard.grad.untyped_storage().data_ptr()] = shard
         self._views: list[Tensor | _InSum] = []
         for view in views:
             shard = owners.get(view.untyped_storage().data_ptr())
@@ -85,7 +87,7 @@ class Exchange:
     in_sizes: list[int]
 
 
-class Transfer:
+class SwitchTransfer:
     """This rank's part of `plan`, to be played again and again: `post` and `take_in` each exchange
     in turn. `held` and `wanted` are asked when an exchange is posted for the first
     time: what they give lasts, though its storage need not,
@@ -98,8 +100,8 @@ class Transfer:
         plan: Plan,
         world: World,
         group: Group,
-        held: Part,
-        wanted: Part,
+        held: BoxView,
+        wanted: BoxView,
         dtype: torch.dtype,
         renewed: Sequence[Shard] = (),
     ):
@@ -207,7 +209,7 @@ class Transfer:
                 for move in bucket_round.receives:
                     receives[move.source].append(self._target(move, bucket, index))
 
-        # 2. Give each a part of the fused buffer.
+        # 2. Give each a part of the fused buffer: what goes out, then what comes in.
         out_sizes = [sum(t.numel() for t in row) for row in sends]
         in_sizes = [sum(t.numel() for t in row) for row in receives]
         num_out = sum(out_sizes)
@@ -231,32 +233,28 @@ class Transfer:
         )
 
     def _local(self, number: int) -> tuple[Views, Views]:
-        pairs: list[tuple[Tensor, Tensor]] = []
+        sources = []
+        targets = []
         for move in self.turns[number].local if number < len(self.turns) else ():
             source = self.held(move.name, move.box)
             target = self.wanted(move.name, move.box)
             assert source is not None
             assert target is not None
+            # A copy that is a tensor of home's is there already.
             if self.plan.sums or source.data_ptr() != target.data_ptr():
-                pairs.append((source, target))
-        sources = Views([source for source, _ in pairs], self.renewed)
-        targets = Views([target for _, target in pairs], self.renewed)
-        return sources, targets
+                sources.append(source)
+                targets.append(target)
+        return Views(sources, self.renewed), Views(targets, self.renewed)
 
     def _pass_through(self, bucket: int) -> None:
         """Make tensors for the slices of a bucket that this rank only passes on."""
-        # What the last round brings stays here: only earlier rounds bring what passes through.
-        moves = [
-            move
-            for bucket_round in self.turns[bucket].rounds[:-1]
-            for move in bucket_round.receives
-        ]
         local_part = self.held if self.plan.sums else self.wanted
-        shapes = {
-            (move.name, move.box): move.box.shape
-            for move in moves
-            if local_part(move.name, move.box) is None
-        }
+        shapes = {}
+        # What the last round brings stays here: only earlier rounds bring what passes through.
+        for bucket_round in self.turns[bucket].rounds[:-1]:
+            for move in bucket_round.receives:
+                if local_part(move.name, move.box) is None:
+                    shapes[move.name, move.box] = move.box.shape
         if shapes:
             self.passing[bucket] = Tensors(shapes, self.dtype, self.device)
 

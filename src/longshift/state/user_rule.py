@@ -59,10 +59,10 @@ class RuleOptimizer(torch.optim.Optimizer):
                     continue
                 state = self.state[weight]
                 if not state:
-                    state |= {name: torch.zeros_like(weight) for name in self._rule.moments} | {
-                        "step": 0
-                    }
+                    state |= {name: torch.zeros_like(weight) for name in self._rule.moments}
+                    state["step"] = 0
                 state["step"] += 1
+                # As flat vectors, which is all that a rule sees at home.
                 moments = {name: state[name].view(-1) for name in self._rule.moments}
                 gradient = weight.grad.reshape(-1)
                 self._rule.update(
@@ -143,25 +143,30 @@ class RuleCheck:
         """Weight and moments [1 + moments, CHECK_ELEMENTS] after some steps, zero where no part is.
         `parts`: indices of the elements of each vector; `copies`: every step has vectors of its
         own."""
+        # 1. The weights of each part, and its moments.
         vectors = []
         for part in parts:
             moments = [torch.zeros(len(part), dtype=dtype) for _ in self.rule.moments]
             vectors.append([self.start[part].to(dtype), *moments])
+
+        # 2. Their updates.
         for step, gradient in enumerate(self.gradients, 1):
             for number, part in enumerate(parts):
                 if copies:
                     vectors[number] = [vector.clone() for vector in vectors[number]]
                 self._update(*vectors[number], gradient=gradient[part].to(dtype), step=step)
+
+        # 3. All parts in one tensor.
         result = torch.zeros(1 + len(self.rule.moments), CHECK_ELEMENTS, dtype=torch.float64)
         for part, of_part in zip(parts, vectors):
             result[:, part] = torch.stack(of_part).double()
         return result
 
     def _update(self, weight: Tensor, *moments: Tensor, gradient: Tensor, step: int) -> None:
-        named = dict(zip(self.rule.moments, moments))
+        moments_by_name = dict(zip(self.rule.moments, moments))
         weight_before = weight.clone()
         gradient_before = gradient.clone()
-        self.rule.update(weight, gradient, named, step, CHECK_LR / step, CHECK_DECAY)
+        self.rule.update(weight, gradient, moments_by_name, step, CHECK_LR / step, CHECK_DECAY)
         if weight.equal(weight_before):
             raise self._fault(
                 "does not change the weight: update it in place, as with weight.add_(...)"
@@ -170,9 +175,8 @@ class RuleCheck:
             raise self._fault(
                 "changes the gradient, which an update may need again; compute on a copy"
             )
-        if list(named) != list(self.rule.moments) or any(
-            x is not y for x, y in zip(named.values(), moments)
-        ):
+        has_same_names = list(moments_by_name) == list(self.rule.moments)
+        if not has_same_names or any(x is not y for x, y in zip(moments_by_name.values(), moments)):
             raise self._fault(
                 "puts other tensors into its moments: change them in place, as with"
                 ' moments["m"].mul_(...)'
@@ -180,6 +184,7 @@ class RuleCheck:
 
     def _compare(self, result: Tensor, expected: Tensor, reason: str) -> None:
         difference = float((result - expected).abs().max() / expected.abs().max().clamp_min(1.0))
+        # NaN is no equality, either.
         if not difference <= TOLERANCE:
             raise self._fault(f"{reason} (by {difference:.1g} after {CHECK_STEPS} steps)")
 

@@ -24,7 +24,7 @@ from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.resizable import ResizableStorage, Tensors
-from longshift.state.transfer import Transfer
+from longshift.state.transfer import SwitchTransfer
 from longshift.switch.itinerary import Cut, Itinerary
 
 
@@ -38,14 +38,14 @@ class PlannedCopies(Copies):
         super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
-        shapes = {
-            name: tuple(weight.shape)
-            for name, weight in self.units[unit].weights.items()
-            if weight.requires_grad
-        }
-        self.sums[unit] = Tensors(shapes, self.sum_format, self.world.device)
-        self._totals |= self.sums[unit].views
-        self.sums[unit].drop()
+        shapes = {}
+        for name, weight in self.units[unit].weights.items():
+            if weight.requires_grad:
+                shapes[name] = tuple(weight.shape)
+        sums = Tensors(shapes, self.sum_format, self.world.device)
+        self.sums[unit] = sums
+        self._totals |= sums.views
+        sums.drop()
 
     def gather(self, unit: int) -> None:
         raise AssertionError(f"unit {unit}: a switch brings it")
@@ -74,6 +74,7 @@ class RowCopies(AlignedCopies):
     empty these rows. Mutable."""
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, precision: Precision):
+        # Rows are weights as they compute: they have no masters, and no moments.
         formats = replace(precision, home=precision.compute)
         super().__init__(
             spec,
@@ -135,9 +136,9 @@ class Switches:
         self.world = world
         self.ranks = ranks
         self.precision = precision
-        self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
+        self._transfers: dict[tuple[Cut | None, Cut | None], SwitchTransfer] = {}
 
-    def bring(self, source: Copies | None, target: Copies) -> Transfer:
+    def bring(self, source: Copies | None, target: Copies) -> SwitchTransfer:
         """The transfer that brings the weights of `target` from home and, where given, from what
         `source` holds."""
         source_cut = source.cut if source else None
@@ -150,7 +151,7 @@ class Switches:
 
             group = self.world.group(self.ranks, "weights")
             plan = self.itinerary.weights(source_cut, target.cut)
-            self._transfers[key] = Transfer(
+            self._transfers[key] = SwitchTransfer(
                 plan, self.world, group, held, target.part, self.precision.compute
             )
         return self._transfers[key]
@@ -158,17 +159,18 @@ class Switches:
     def total(self, unit: int) -> None:
         """Make home's gradient sums of a unit, of all where it is -1, where there are none; the
         others are there when it returns."""
+        # Views of the sums are taken next: none may be on its way.
         self.home.settled()
         for shard in self.home.learning:
             if shard.grad is None and unit in (-1, shard.bucket.unit):
                 shard.begin().zero_()
 
-    def take_home(self, source: Copies) -> Transfer:
+    def take_home(self, source: Copies) -> SwitchTransfer:
         """The transfer that adds the gradient sums of `source` to home's, which are there."""
         key = source.cut, None
         if key not in self._transfers:
             group = self.world.group(self.ranks, "sums")
-            self._transfers[key] = Transfer(
+            self._transfers[key] = SwitchTransfer(
                 plan=self.itinerary.sums(source.cut),
                 world=self.world,
                 group=group,

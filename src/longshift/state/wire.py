@@ -56,9 +56,8 @@ class CodedSlots:
     def summed(self, received: Tensor) -> Tensor:
         """[own] in the format `wide`: the sum over holders, in their order, of what each sent of
         this rank's slot, received [holders, size]."""
-        out = torch.empty(self.strips.width, dtype=self.wide, device=received.device)[
-            : self.strips.own
-        ]
+        strips = self.strips
+        out = torch.empty(strips.width, dtype=self.wide, device=received.device)[: strips.own]
         for views, part in self._own(out):
             for rows in _runs(views.strip, len(received)):
                 add_in_order(part[rows], self._decoded(views.strip, received, rows, self.wide))
@@ -78,10 +77,8 @@ class CodedSlots:
         for views in self.strips.strips:
             strip = views.strip
             if strip.first <= self.strips.index < strip.last:
-                yield (
-                    views,
-                    flat[strip.offset : strip.offset + strip.elements].view(views.shape[1:]),
-                )
+                end = strip.offset + strip.elements
+                yield views, flat[strip.offset : end].view(views.shape[1:])
 
     def _encode(self, strip: Strip, x: Tensor, out: Tensor) -> None:
         """out [slots, size]: where x [slots, rows, ...] goes."""
@@ -90,10 +87,10 @@ class CodedSlots:
             return
         scales = self._scales(strip, out)
         codes = self._codes(strip, out)
+        column = strip.piece.box.start[-1]
+        # Some rows at a time, as coding needs several times their memory.
         for rows in _runs(strip, len(x)):
-            block_codec.encode(
-                x[:, rows], strip.piece.box.start[-1], scales[:, rows], codes[:, rows]
-            )
+            block_codec.encode(x[:, rows], column, scales[:, rows], codes[:, rows])
 
     def _decoded(self, strip: Strip, packed: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
         """[n, rows, ...]: some rows of a strip, of packed [n, size]."""
@@ -112,9 +109,8 @@ class CodedSlots:
         start = self.areas.scales + 4 * strip.scale_offset
         size = 4 * strip.rows * strip.scales
         row_shape = scales_of(strip.piece.box).shape[1:]
-        return (
-            packed[:, start : start + size].view(torch.float32).view((-1, strip.rows, *row_shape))
-        )
+        scales = packed[:, start : start + size].view(torch.float32)
+        return scales.view((-1, strip.rows, *row_shape))
 
     def _codes(self, strip: Strip, packed: Tensor) -> Tensor:
         start = self.areas.codes + strip.wire_offset

@@ -112,7 +112,7 @@ class OperationPlayer(ABC):
 
     @abstractmethod
     def _transfer(self, op: Op) -> Any:
-        """The switch that an exchange begins: a `state.transfer.Transfer`."""
+        """The switch that an exchange begins: a `state.transfer.SwitchTransfer`."""
 
     def _exchange(self, op: Op) -> None:
         # A switch begins with its first exchange; the others go on with the same transfer.

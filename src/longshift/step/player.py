@@ -31,7 +31,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.copies import Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
-from longshift.state.transfer import Transfer
+from longshift.state.transfer import SwitchTransfer
 from longshift.state.visit import Switches, copies_of
 from longshift.step.chunk_runner import ChunkedPacks
 from longshift.step.compose import prepare
@@ -312,7 +312,7 @@ class Player(OperationPlayer):
 
     # Switches
 
-    def _transfer(self, op: Op) -> Transfer:
+    def _transfer(self, op: Op) -> SwitchTransfer:
         """The switch to a visit from the one before, or home."""
         copies = self._copies(op)
         if op.way == "sums":

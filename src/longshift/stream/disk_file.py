@@ -121,6 +121,7 @@ class DiskFile:
             self.moved.waited_s += time.perf_counter() - begin_s
 
     def close(self) -> None:
+        # A thread may still use the file: it is closed after them.
         for pool in (self.readers, self.writers):
             pool.shutdown(cancel_futures=True)
         self._file.close()

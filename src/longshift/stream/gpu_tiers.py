@@ -91,6 +91,7 @@ class HostTier(CopyTier):
 
     def bring(self, stored: StoredObject) -> Callable[[], Tensors]:
         with torch.cuda.stream(self.back):
+            # An object that is still on its way out is fetched after it.
             self.back.wait_event(stored.left)
             tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
             for tensor, place in zip(tensors, _slices(stored.place.bytes, tensors)):
@@ -108,7 +109,9 @@ class HostTier(CopyTier):
 
     def forget(self, stored: StoredObject) -> None:
         room = whole_pages(stored.size)
+        # The current stream has waited for fetches of the object: a put into its arena follows.
         self.out.wait_stream(torch.cuda.current_stream(self.device))
+        # The size that was dropped last comes last, so that others are given back before it.
         dropped = self.arenas[room] = self.arenas.pop(room, [])
         dropped.append((stored.place, self.out.record_event()))
         self.held_room -= room
@@ -121,9 +124,11 @@ class HostTier(CopyTier):
         """Pinned memory of a dropped object of this size, else new. [Note: arenas]"""
         self.held_room += room
         self.most_room = max(self.most_room, self.held_room)
-        if self.arenas.get(room):
-            return self.arenas[room].pop()[0]
-        self._release(self.pinned_room + room - self.most_room)
+        dropped = self.arenas.get(room)
+        if dropped:
+            return dropped.pop()[0]
+        excess = self.pinned_room + room - self.most_room
+        self._release(excess)
         self.pinned_room += room
         return Arena(room)
 
@@ -150,6 +155,7 @@ class BouncedTier(DiskTier):
             self.slots.put(Arena(BOUNCE_BYTES))
 
     def memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        # New memory belongs to the stream that fills it.
         with torch.cuda.stream(self.back):
             return super().memory(shape, dtype)
 
@@ -174,6 +180,7 @@ class BouncedTier(DiskTier):
 
     def _bytes_in(self, tensor: Tensor) -> Iterator[memoryview]:
         for piece, slot in self._bounced(tensor):
+            # The reader fills the slot before it asks for the next piece.
             yield bytes_of(slot)
             with torch.cuda.stream(self.back):
                 piece.copy_(slot, non_blocking=True)
@@ -197,11 +204,10 @@ def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> 
         return DeviceTier()
     if offload == "host":
         return HostTier(device)
-    return (
-        DiskTier(folder, checked=checked)
-        if device.type == "cpu"
-        else BouncedTier(device, folder, checked=checked)
-    )
+    # Only what a GPU copies has to pass through pinned memory.
+    if device.type == "cpu":
+        return DiskTier(folder, checked)
+    return BouncedTier(device, folder, checked)
 
 
 def _pages(size: int) -> Tensor:

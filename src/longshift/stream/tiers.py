@@ -65,14 +65,15 @@ class Tier(ABC):
     @abstractmethod
     def drop(self, key: Key) -> None: ...
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.objects.clear()
 
 
 class DeviceTier(Tier):
     """Nothing moves: the device keeps the tensors. Fetched ones are those that were put."""
 
     def put(self, key: Key, *tensors: Tensor) -> None:
+        # Dropped first, so that the peak does not count both.
         if key in self.objects:
             self.drop(key)
         self.objects[key] = tensors
@@ -87,9 +88,6 @@ class DeviceTier(Tier):
 
     def drop(self, key: Key) -> None:
         self.moved.hold(-size_of(self.objects.pop(key)))
-
-    def close(self) -> None:
-        self.objects.clear()
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,7 @@ class CopyTier(Tier):
         size = size_of(tensors)
         while self.under_way and not self._has_room(size):
             self.wait_sent(self.under_way.popleft()[0])
+        # [Note: what waits on what] The copy begins when the tensors are computed.
         if self.out is not None:
             self.out.wait_stream(torch.cuda.current_stream(self.device))
         place, copy_end = self.send(tensors, size)
@@ -158,9 +157,9 @@ class CopyTier(Tier):
 
     def recycle(self, tensors: Sequence[Tensor]) -> None:
         # [Note: what waits on what]
-        readers = (
-            [] if self.out is None else [torch.cuda.current_stream(self.device).record_event()]
-        )
+        readers = []
+        if self.out is not None:
+            readers.append(torch.cuda.current_stream(self.device).record_event())
         for tensor in tensors:
             copy_end = self.leaving.get(tensor.data_ptr())
             copies = readers if copy_end is None else [*readers, copy_end]
@@ -181,11 +180,14 @@ class CopyTier(Tier):
         of earlier packs, whose objects had left before this one."""
         spare = self.spare.get((shape, dtype))
         if not spare:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            return self.empty(shape, dtype)
         tensor, copies = spare.pop(0)
         for copy in copies:
             self.fill_after(copy)
         return tensor
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     @abstractmethod
     def send(self, tensors: Tensors, size: int) -> tuple[Any, Any]:
@@ -259,6 +261,7 @@ class DiskTier(CopyTier):
 
     def _extent(self, size: int) -> int:
         room = whole_pages(size)
+        # Chunks have few sizes, so a hole of the same size is enough.
         if self.holes.get(room):
             return self.holes[room].pop()
         self.end += room
@@ -298,6 +301,7 @@ class DiskTier(CopyTier):
 
     def _read(self, stored: StoredObject, tensors: Tensors) -> None:
         """In a thread."""
+        # A read may begin while its object is still written.
         written_crc = stored.left.result()
         crc = 0
         start = stored.place

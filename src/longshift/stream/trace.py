@@ -46,23 +46,16 @@ class Recorder:
     @contextmanager
     def playing(self, event: Event, unit: int, number: int) -> Iterator[None]:
         """Event of a unit's list, in micro-batch `number`."""
-        keys = (
-            f", {'rows' if event.name == 'loss' else 'keys'} {event.keys}"
-            if event.keys >= 0
-            else ""
-        )
-        name = (
-            f"{'' if event.kind in ('compute', 'send') else f'{event.kind} '}"
-            f"{event.name} {event.chunk}{keys}"
-        )
-        start = time.perf_counter()
-        span = Span(
-            LANES.get(event.kind, ""),
-            name,
-            start,
-            0.0,
-            {"unit": unit, "micro-batch": number, "bytes": event.bytes},
-        )
+        # 1. Name the span.
+        name = f"{event.name} {event.chunk}"
+        if event.kind not in ("compute", "send"):
+            name = f"{event.kind} {name}"
+        if event.keys >= 0:
+            name += f", {'rows' if event.name == 'loss' else 'keys'} {event.keys}"
+
+        # 2. Measure it. A copy that the event has begun ends it.
+        facts = {"unit": unit, "micro-batch": number, "bytes": event.bytes}
+        span = Span(LANES.get(event.kind, ""), name, time.perf_counter(), 0.0, facts)
         self.now = span if span.lane else None
         try:
             yield
@@ -105,6 +98,7 @@ def save(path: Path, events: Iterable[dict[str, Any]]) -> None:
 
 def writable(trace: Path) -> Path:
     """Made absolute. Raises UsageError where it cannot be written."""
+    # Asked before a run begins, which would else end without its trace.
     if not trace.absolute().parent.is_dir() or trace.is_dir():
         raise UsageError(f"--trace {trace}: name a file in a folder that exists")
     if trace.exists() and trace.suffix != ".json":
@@ -139,6 +133,7 @@ def events_of(
     spans: Iterable[Span], process: int, name: str, shown: Sequence[str], from_s: float
 ) -> Iterator[dict[str, Any]]:
     """In the Trace Event Format, microseconds from `from_s`. `shown`: lanes, from the top."""
+    # Of spans that begin together the outer one comes first.
     spans = sorted(spans, key=lambda span: (span.start, -span.end))
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     rows: list[list[Span]] = []
@@ -150,13 +145,15 @@ def events_of(
         yield {"ph": "M", "name": "thread_name", **place, "args": {"name": row[0].lane}}
         yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
         for span in row:
-            times = {"ts": (span.start - from_s) * 1e6, "dur": (span.end - span.start) * 1e6}
+            start_us = (span.start - from_s) * 1e6
+            times = {"ts": start_us, "dur": (span.end - span.start) * 1e6}
             yield {"ph": "X", "name": span.name, **place, **times, "args": span.facts}
 
 
 def _rows(spans: Iterable[Span], nested: bool) -> list[list[Span]]:
     """Spans of one lane, in rows without overlap, as few as there can be;
     spans that nest need one row."""
+    # A viewer draws slices of a row that overlap without nesting wrongly.
     rows: list[list[Span]] = []
     for span in spans:
         row = next((row for row in rows if nested or row[-1].end <= span.start), None)

@@ -57,11 +57,15 @@ def cuts(spec: ModelSpec, edges: Sequence[Edge], home: Layout) -> dict[Layout, C
     result = {}
     home_buckets = buckets(spec, home)
     for layout in dict.fromkeys(edge.use for edge in edges):
-        sharded = layout if len(edges) == 1 else replace(layout, zero=max(1, layout.zero))
+        # Beside other layouts each is compared as it is under ZeRO-1, as home is.
+        sharded = layout
+        if len(edges) > 1:
+            sharded = replace(layout, zero=max(1, layout.zero))
         layout_buckets = buckets(spec, sharded)
         at_home = layout_buckets == home_buckets
         side: Side = "rows" if sharded.zero >= 2 and not at_home else "copies"
-        result[layout] = shared.setdefault((layout_buckets, side), Cut(sharded, side, at_home))
+        key = layout_buckets, side
+        result[layout] = shared.setdefault(key, Cut(sharded, side, at_home))
     return result
 
 
@@ -113,33 +117,38 @@ class Itinerary:
         Layouts that share a cut follow one another, as nothing moves between them. The last of them
         is one whose copies the next switch can take from, where there is one.
         """
-        if layouts not in self._orders:
-            members: dict[Cut, list[int]] = {}
-            for index, layout in enumerate(layouts):
-                members.setdefault(self.cuts[layout], []).append(index)
-            groups = list(members.values())
-            for group in groups:
-                group.sort(key=lambda index: (self.source(layouts[index]) is not None, index))
-            sources = [self.source(layouts[group[-1]]) for group in groups]
-            first = [self._seconds(None, cut) for cut in members]
-            hop = [[self._seconds(source, cut) for cut in members] for source in sources]
-            visits = visiting_order(first, hop)
-            self._orders[layouts] = tuple(index for visit in visits for index in groups[visit])
-        return self._orders[layouts]
+        if layouts in self._orders:
+            return self._orders[layouts]
+
+        # 1. Group the layouts by their cut, the one to take from last.
+        members: dict[Cut, list[int]] = {}
+        for index, layout in enumerate(layouts):
+            members.setdefault(self.cuts[layout], []).append(index)
+        groups = list(members.values())
+        for group in groups:
+            group.sort(key=lambda index: (self.source(layouts[index]) is not None, index))
+
+        # 2. Compare the orders of the cuts.
+        sources = [self.source(layouts[group[-1]]) for group in groups]
+        first = [self._seconds(None, cut) for cut in members]
+        hop = [[self._seconds(source, cut) for cut in members] for source in sources]
+        visits = visiting_order(first, hop)
+        order = tuple(index for visit in visits for index in groups[visit])
+        self._orders[layouts] = order
+        return order
 
     def _seconds(self, source: Cut | None, target: Cut) -> float:
         num_cuts = len(set(self.cuts.values()))
         if num_cuts == 1 or source == target:
             return 0.0
+        # Copies at home are gathered from home alone.
         if target.at_home:
             source = None
         if (source, target) not in self._hops:
             if num_cuts <= MOST_PLANNED:
                 seconds = traffic(self.weights(source, target)).bound_s
             else:
-                held = _held(
-                    self.spec, (self.home, "rows"), source and (source.layout, source.side)
-                )
+                held = _held(self.spec, self.home, source and (source.layout, source.side))
                 target_side = spread_weights(self.spec, target.layout, target.side)
                 seconds = least_s(held, target_side, self.links, self._weight_bytes)
             self._hops[source, target] = seconds
@@ -152,7 +161,7 @@ class Itinerary:
             # cache.
             self._plans[key] = _plan(
                 spec=self.spec,
-                home=(plainest(self.home), "rows"),
+                home=plainest(self.home),
                 source=source and (plainest(source.layout), source.side),
                 target=(plainest(target.layout), target.side),
                 links=self.links,
@@ -164,12 +173,10 @@ class Itinerary:
         return self._plans[key]
 
 
-def _held(
-    spec: ModelSpec, home: tuple[Layout, Side], source: tuple[Layout, Side] | None
-) -> BoxesByWeight:
+def _held(spec: ModelSpec, home: Layout, source: tuple[Layout, Side] | None) -> BoxesByWeight:
     """The boxes that home and `source` have."""
-    home_layout, home_side = home
-    rows = spread_weights(spec, home_layout, home_side)
+    # Every element once, whatever home keeps: a sum must have one path there.
+    rows = spread_weights(spec, home, "rows")
     if source is None:
         return rows
     layout, side = source
@@ -179,7 +186,7 @@ def _held(
 @lru_cache(maxsize=64)  # a planner asks for the same switches in many assignments
 def _plan(
     spec: ModelSpec,
-    home: tuple[Layout, Side],
+    home: Layout,
     source: tuple[Layout, Side] | None,
     target: tuple[Layout, Side],
     links: Links,

@@ -122,19 +122,19 @@ class Plan:
         # Weights that move alike share their moves: count these once, times the weights.
         times = Counter(id(w.moves) for w in self.weights)
         weights = {id(w.moves): w for w in self.weights}
-        total = np.zeros(self.world * self.world, np.int64)
-        for w in weights.values():
+        total = np.zeros((self.world, self.world), np.int64)
+        for key, w in weights.items():
             moves = w.moves
-            pair = moves.source.astype(np.int64) * self.world + moves.target
-            np.add.at(total, pair, w.slices.size_bytes[moves.slice] * times[id(moves)])
-        return total.reshape(self.world, self.world)
+            size_bytes = w.slices.size_bytes[moves.slice] * times[key]
+            np.add.at(total, (moves.source, moves.target), size_bytes)
+        return total
 
     def turns(self, rank: int) -> Iterator[Turn]:
         """What `rank` does, bucket by bucket. Slices that travel together are merged
         into few boxes."""
         # By bucket and round, -1 for what stays.
-        sends: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
-        receives: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
+        sends = defaultdict[tuple[int, int], list[Move]](list)
+        receives = defaultdict[tuple[int, int], list[Move]](list)
 
         # Weights that lie and move alike have the same boxes, in buckets that begin elsewhere.
         cache: dict[tuple[int, int, bytes], list[tuple[Transit, Box]]] = {}
@@ -147,12 +147,16 @@ class Plan:
             for transit, box in cache[key]:
                 moves = receives if transit.target == rank else sends
                 move = Move(transit.source, transit.target, weight.name, box)
-                moves[first_bucket + transit.bucket, transit.round].append(move)
+                place = first_bucket + transit.bucket, transit.round
+                moves[place].append(move)
 
         for number in range(self.buckets):
-            places = [(number, index) for index in range(self.rounds)]
-            rounds = tuple(Round(tuple(sends[at]), tuple(receives[at])) for at in places)
-            yield Turn(tuple(receives[number, -1]), rounds)
+            rounds = []
+            for index in range(self.rounds):
+                place = number, index
+                rounds.append(Round(tuple(sends[place]), tuple(receives[place])))
+            local = receives[number, -1]
+            yield Turn(tuple(local), tuple(rounds))
 
     def _boxes(
         self, slices: Slices, moves: Moves, bucket: list[int], rank: int
@@ -206,15 +210,17 @@ class Plan:
                     f"{w.name} is held more than once: a sum needs one home for every element"
                 )
             m = w.moves
-            if id(m) not in cache:
-                number = self.rounds - 1 - m.round
-                order = np.lexsort((m.source, number, m.slice))
-                cache[id(m)] = Moves(
-                    slice=m.slice[order],
-                    round=number[order],
-                    source=m.target[order],
-                    target=m.source[order],
-                )
+            if id(m) in cache:
+                continue
+            # [Note: sums] The last round comes first, and every move is turned round.
+            number = self.rounds - 1 - m.round
+            order = np.lexsort((m.source, number, m.slice))
+            cache[id(m)] = Moves(
+                slice=m.slice[order],
+                round=number[order],
+                source=m.target[order],
+                target=m.source[order],
+            )
         weights = tuple(replace(w, moves=cache[id(w.moves)]) for w in self.weights)
         return replace(self, sums=not self.sums, weights=weights)
 
@@ -283,18 +289,25 @@ def _differences(slices: Slices, links: Links, loads: np.ndarray) -> bytes:
 
     Weights of many layers meet the same differences again and again. They are then decided once.
     """
+    # 1. Holders among which a planner chooses: of needed slices that several ranks have.
     world = loads.shape[1]
     per_node = min(links.per_node, world)
-    needed = slices.needs.any(1)
-    choice = slices.has[needed & (slices.has.sum(1) > 1)].any(0)
+    has_choice = slices.needs.any(1) & (slices.has.sum(1) > 1)
+    choice = slices.has[has_choice].any(0)
+
+    # 2. Loads inside nodes, and of what enters them, are compared within a node.
     starts = np.arange(0, world, per_node)
     node = np.arange(world) // per_node
     relevant = np.zeros_like(loads)
     for row in (INSIDE, ENTERED):
-        relevant[row] = loads[row] - np.minimum.reduceat(loads[row], starts)[node]
+        least = np.minimum.reduceat(loads[row], starts)
+        relevant[row] = loads[row] - least[node]
     relevant[INSIDE] *= choice
+
+    # 3. Loads between nodes are compared among all holders.
     if choice.any():
-        relevant[BETWEEN, choice] = loads[BETWEEN, choice] - loads[BETWEEN, choice].min()
+        between = loads[BETWEEN, choice]
+        relevant[BETWEEN, choice] = between - between.min()
     return relevant.tobytes()
 
 
@@ -322,6 +335,7 @@ def _buckets(
             buckets.append(np.full(len(slices), number, np.int32))
             continue
 
+        # Moves are in the order of slices: those of a slice are a run.
         edges = np.searchsorted(moves.slice, np.arange(len(slices) + 1))
         bucket = np.zeros(len(slices), np.int32)
         for index in range(len(slices)):

@@ -18,6 +18,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +53,13 @@ class Moves:
         return len(self.slice)
 
 
-Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # slice, round, source, target
+class MoveColumns(NamedTuple):
+    """Some of the moves, in any order; fields as of `Moves`."""
+
+    slice: np.ndarray
+    round: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
 
 
 class Wave(ABC):
@@ -66,6 +73,7 @@ class Wave(ABC):
         self.wants = slices.wants[rows]
         self.size = slices.size_bytes[rows]
 
+        # Nodes of consecutive ranks; the last one may have fewer.
         world = self.has.shape[1]
         self.per_node = min(links.per_node, world)
         self.node = np.arange(world) // self.per_node
@@ -77,7 +85,7 @@ class Wave(ABC):
         self.far = needs & ~is_on_node
 
     @abstractmethod
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MoveColumns]:
         """The moves that bring each slice to the ranks that need it. Adds what they send to
         `loads`."""
 
@@ -85,7 +93,7 @@ class Wave(ABC):
         """Counts, int64 [slices, nodes]."""
         return np.add.reduceat(flags, self.starts, axis=1, dtype=np.int64)
 
-    def _deal_near(self) -> Part:
+    def _deal_near(self) -> MoveColumns:
         """The moves inside each node, whose holders share what the others need."""
         count = self._by_node(self.near)
         row, targets = np.nonzero(self.near)
@@ -101,7 +109,7 @@ class Wave(ABC):
             size=self.size[group_row],
             load=self.loads[INSIDE],
         )
-        return self.rows[row], np.zeros_like(row), sources, targets
+        return MoveColumns(self.rows[row], np.zeros_like(row), sources, targets)
 
     def _deal_far(self, count: np.ndarray) -> np.ndarray:
         """The sources, by slice, where all holders of a slice share its `count` sends
@@ -112,20 +120,22 @@ class Wave(ABC):
 
 
 class _Algorithm1(Wave):
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MoveColumns]:
         row, targets = np.nonzero(self.far)
         sources = self._deal_far(self.far.sum(1))
-        return [self._deal_near(), (self.rows[row], np.zeros_like(row), sources, targets)]
+        far = MoveColumns(self.rows[row], np.zeros_like(row), sources, targets)
+        return [self._deal_near(), far]
 
 
 class _FanOut(Wave):
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MoveColumns]:
         # Round 0: each slice enters each node that lacks it, by one rank.
         lacking = self._by_node(self.far) > 0
         row, nodes = np.nonzero(lacking)
         entries = self._entries(lacking)
         doors = entries[row, nodes]
-        first = (self.rows[row], np.zeros_like(row), self._deal_far(lacking.sum(1)), doors)
+        sources = self._deal_far(lacking.sum(1))
+        first = MoveColumns(self.rows[row], np.zeros_like(row), sources, doors)
 
         # Round 1: that rank sends it to all others of its node that need it.
         spread = self.far.copy()
@@ -133,7 +143,9 @@ class _FanOut(Wave):
         inner, targets = np.nonzero(spread)
         sources = entries[inner, self.node[targets]]
         np.add.at(self.loads[INSIDE], sources, self.size[inner])
-        second = (self.rows[inner], np.ones_like(inner), sources, targets)
+        second = MoveColumns(self.rows[inner], np.ones_like(inner), sources, targets)
+
+        # Last, as holders inside nodes are dealt by what these sends add to their loads.
         return [first, second, self._deal_near()]
 
     def _entries(self, lacking: np.ndarray) -> np.ndarray:
@@ -170,11 +182,12 @@ PLANNERS: dict[str, type[Wave]] = {"fan_out": _FanOut, "algorithm1": _Algorithm1
 def assign(planner: Planner, slices: Slices, links: Links, loads: np.ndarray) -> Moves:
     """The moves of one weight. Adds what they send to `loads`, int64 [3, world]."""
     wave = PLANNERS[planner]
-    parts = [part for rows in slices.waves for part in wave(slices, rows, links, loads).parts()]
-    if not parts:
-        return Moves(*(np.zeros(0, np.int32) for _ in range(4)))
+    empty = np.zeros(0, np.int32)
+    parts = [MoveColumns(empty, empty, empty, empty)]
+    for rows in slices.waves:
+        parts += wave(slices, rows, links, loads).parts()
     row, number, source, target = (
-        np.concatenate([part[field] for part in parts]).astype(np.int32) for field in range(4)
+        np.concatenate(column).astype(np.int32) for column in zip(*parts)
     )
     order = np.lexsort((target, number, row))
     return Moves(slice=row[order], round=number[order], source=source[order], target=target[order])

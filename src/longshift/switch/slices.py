@@ -14,6 +14,7 @@ hold or want the parts: `merge_boxes` makes few boxes of such slices again.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,7 @@ class Slices:
         last_wave = np.full(self.has.shape[1], -1)
         waves: list[list[int]] = []
         for index in np.flatnonzero(self.needs.any(1)):
+            # Slices without a common holder add to different loads: their order does not matter.
             holders = self.has[index]
             number = last_wave[holders].max() + 1
             last_wave[holders] = number
@@ -122,11 +124,13 @@ def refine(
 
 def _members(spread: Spread, cuts: list[list[int]], world: int) -> np.ndarray:
     """Which rank has which cell of the grid that `cuts` make: bool [cells, world]."""
-    indices = [{edge: i for i, edge in enumerate(edges)} for edges in cuts]
-    grid = np.zeros((*(len(edges) - 1 for edges in cuts), world), bool)
+    grid_shape = [len(edges) - 1 for edges in cuts]
+    grid = np.zeros((*grid_shape, world), bool)
     for box, ranks in spread.boxes:
-        spans = zip(indices, box.start, box.stop)
-        cells = tuple(slice(index[start], index[stop]) for index, start, stop in spans)
+        # Every edge of a box is a cut of the grid.
+        cells = []
+        for edges, start, stop in zip(cuts, box.start, box.stop):
+            cells.append(slice(bisect_left(edges, start), bisect_left(edges, stop)))
         grid[(*cells, np.array(ranks))] = True
     return grid.reshape(-1, world)
 
@@ -140,14 +144,17 @@ def _cut(box: Box, max_elements: int) -> Iterator[Box]:
     if box.elements <= max_elements:
         yield box
         return
-    dim = max(range(len(box.start)), key=lambda d: box.shape[d])
-    middle = (box.start[dim] + box.stop[dim]) // 2
-    yield from _cut(box.cut(dim, box.start[dim], middle), max_elements)
-    yield from _cut(box.cut(dim, middle, box.stop[dim]), max_elements)
+    dim = box.shape.index(max(box.shape))
+    start = box.start[dim]
+    stop = box.stop[dim]
+    middle = (start + stop) // 2
+    yield from _cut(box.cut(dim, start, middle), max_elements)
+    yield from _cut(box.cut(dim, middle, stop), max_elements)
 
 
 def merge_boxes(slices: Iterable[Numbered]) -> list[Numbered]:
     """Boxes that tile these slices, which share nothing."""
+    # Boxes that are merged along one dim may then fit together along another.
     boxes = list(slices)
     previous_count = -1
     while len(boxes) not in (1, previous_count):
@@ -163,6 +170,7 @@ def _merge_along(dim: int, boxes: list[Numbered]) -> list[Numbered]:
     for number, box in boxes:
         across = *box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :]
         rows.setdefault(across, []).append((number, box))
+
     merged: list[Numbered] = []
     for row in rows.values():
         row.sort(key=lambda numbered: numbered[1].start[dim])

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal, TypeVar
 
 from longshift.layout import axes
@@ -52,6 +53,7 @@ def spread_weights(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spr
     rows     each piece's rows dealt over its holders, as under ZeRO-1..3: every element once,
              whatever home is
     """
+    # Weights of equal shape and place share one `Spread`, which is refined and planned once.
     alike: dict[tuple, Spread] = {}
 
     def spread(param: Param) -> Spread:
@@ -75,12 +77,13 @@ def plainest(layout: Layout) -> Layout:
 
 def together(*sides: BoxesByWeight) -> dict[str, Spread]:
     """All that any of them has: home and the working copies of the layout before, for one."""
+    # Weights that lie alike share their union, as they share their parts.
     alike: dict[tuple[Spread, ...], Spread] = {}
     union = {}
-    for name in dict.fromkeys(name for side in sides for name in side):
+    for name in dict.fromkeys(chain(*sides)):
         parts = tuple(side[name] for side in sides if name in side)
-        boxes = tuple(box for part in parts for box in part.boxes)
-        union[name] = alike.setdefault(parts, Spread(boxes))
+        boxes = chain.from_iterable(part.boxes for part in parts)
+        union[name] = alike.setdefault(parts, Spread(tuple(boxes)))
     return union
 
 
@@ -96,11 +99,9 @@ def turn_about(held: BoxesByWeight, wanted: BoxesByWeight) -> dict[str, Spread]:
     them, come turn about: a switch then keeps all ranks busy all the time, where the model's own
     order would take one stage after the other."""
     names: Iterable[str] = wanted
+    # The last order counts first: that of those that hold them.
     for side in (wanted, held):
-        ranks = {
-            spread: frozenset(rank for _, box_ranks in spread.boxes for rank in box_ranks)
-            for spread in set(side.values())
-        }
+        ranks = {spread: frozenset(spread.by_rank) for spread in set(side.values())}
         names = take_turns(names, lambda name, side=side, ranks=ranks: ranks[side[name]])
     return {name: wanted[name] for name in names}
 
@@ -109,9 +110,10 @@ def take_turns(items: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
     """Items in an order in which those of different keys come turn about, those of one key in the
     order that they had."""
     turns = Counter[Hashable]()
-    keys = []
+    turn_of = []
     items = list(items)
-    for place, item in enumerate(items):
-        keys.append((turns[key(item)], place))
-        turns[key(item)] += 1
-    return [items[place] for _, place in sorted(keys)]
+    for item in items:
+        kind = key(item)
+        turn_of.append(turns[kind])
+        turns[kind] += 1
+    return [items[place] for place in sorted(range(len(items)), key=turn_of.__getitem__)]

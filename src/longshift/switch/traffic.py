@@ -31,12 +31,11 @@ class Traffic:
     def __str__(self) -> str:
         inside_gb = self.intra_node_bytes / 1e9
         between_gb = self.inter_node_bytes / 1e9
-        lines = [
-            f"{inside_gb:.3g} GB inside nodes, {between_gb:.3g} GB between them, at least"
-            f" {self.bound_s:.3g} s"
-        ]
+        total = f"{inside_gb:.3g} GB inside nodes, {between_gb:.3g} GB between them"
+        lines = [f"{total}, at least {self.bound_s:.3g} s"]
         for source, row in enumerate(self.by_node if between_gb else ()):
             parts = [f"  node {source}: {row[source] / 1e9:.3g} GB inside"]
+            # Most pairs of nodes of a large world exchange nothing.
             for target, size in enumerate(row):
                 if size and target != source:
                     parts.append(f"{size / 1e9:.3g} GB to node {target}")
@@ -52,6 +51,7 @@ def traffic(plan: Plan) -> Traffic:
     starts = np.arange(0, plan.world, links.per_node)
     by_node = np.add.reduceat(np.add.reduceat(pairs, starts, 0), starts, 1)
     round_bytes = _by_round(plan)
+    # As if all of it were one exchange.
     total_bytes = round_bytes.sum((0, 1))[None]
     exchange_bytes = _by_exchange(plan, round_bytes)
     return Traffic(
@@ -139,12 +139,16 @@ def _by_round(plan: Plan) -> np.ndarray:
     """Bytes of every round of every bucket, sent and received inside nodes, sent and received
     between them: int64 [buckets, rounds, 4, world]."""
     loads = np.zeros((plan.buckets, plan.rounds, 4, plan.world), np.int64)
+    per_node = plan.links.per_node
     for w in plan.weights:
         moves = w.moves
         bucket = w.bucket[moves.slice]
         size = w.slices.size_bytes[moves.slice]
-        is_between = moves.source // plan.links.per_node != moves.target // plan.links.per_node
+
+        # Columns 0 and 1 are inside nodes, 2 and 3 between them.
+        is_between = moves.source // per_node != moves.target // per_node
         sent = 2 * is_between
+        received = sent + 1
         np.add.at(loads, (bucket, moves.round, sent, moves.source), size)
-        np.add.at(loads, (bucket, moves.round, sent + 1, moves.target), size)
+        np.add.at(loads, (bucket, moves.round, received, moves.target), size)
     return loads

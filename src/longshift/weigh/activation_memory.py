@@ -4,11 +4,10 @@ The runners are those of `step`, with simulated allocations in the place of tens
 turns and events need is known from profiles.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
@@ -20,9 +19,18 @@ from longshift.schedule.sequence import Run, TokenOrder, pack_order
 from longshift.step.chunk_runner import ChunkedPacks, ChunkPlayer
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.gpu_tiers import BOUNCE_BYTES, BOUNCES, UNDER_WAY, UNDER_WAY_BYTES
-from longshift.stream.tiers import IN_FLIGHT_BYTES, WRITES, DeviceTier, Key, Tier
-from longshift.weigh.allocations import Allocation, Place, RankMemory
+from longshift.stream.tiers import (
+    IN_FLIGHT_BYTES,
+    WRITES,
+    CopyTier,
+    DeviceTier,
+    StoredObject,
+    Tier,
+    size_of,
+)
+from longshift.weigh.allocations import Allocation, Place, RankMemory, TensorStandIn
 from longshift.weigh.chunk_profile import event_turn
+from longshift.weigh.meta_kernels import META
 from longshift.weigh.recorder import TurnProfile
 from longshift.weigh.turn_profile import RankSetup, load_turn, loss_turn, unit_turn
 from longshift.weigh.weight_memory import WeightMemory
@@ -37,72 +45,49 @@ BUFFER_NAMES = {
 STREAM_BUFFERS = ("x", "y", "dx", "dy", "dr")  # of the shape of the residual stream
 
 
-class AllocationView(NamedTuple):
+class AllocationView(TensorStandIn):
     """A part of an allocation, which it keeps alive."""
 
-    base: Allocation
-    nbytes: int
-    shape: tuple
+    def __init__(self, base: Allocation, size: int, shape: Hashable):
+        super().__init__(size, shape)
+        self.base = base
 
 
-class TierMemory(Tier):
-    """`stream.tiers.CopyTier` on bytes. Mutable.
+class TierMemory(CopyTier):
+    """`stream.tiers.CopyTier` on bytes. Mutable. What is sent stays as long as its put counts as
+    under way, as on a disk."""
 
-    Fetches fill memory of earlier ones that is no longer used. The last puts, at most `max_puts`
-    and `max_bytes`, keep what they send. An object of several tensors comes and goes as one.
-    """
+    keeps_sent = True
 
-    def __init__(self, memory: RankMemory, place: Place, max_puts: int, max_bytes: int):
-        super().__init__()
-        self.memory = memory
+    def __init__(self, memory: RankMemory, place: Place, max_puts: int, max_put_bytes: int):
+        super().__init__(META, max_puts, max_put_bytes)
+        self.rank = memory
         self.place: Place = place
-        self.max_puts = max_puts
-        self.max_bytes = max_bytes
         self.pinned = None
         if place == "disk" and not memory.host_is_device:
             self.pinned = memory.allocate("pinned pieces", BOUNCES * BOUNCE_BYTES, "host")
-        self.objects: dict[Key, Allocation] = {}
-        self.puts: deque[tuple[int, Sequence[Any]]] = deque()  # bytes and tensors, under way
-        self.spare: dict[tuple, list[Allocation]] = {}  # by shape and bytes
 
-    def put(self, key: Key, *tensors: Any) -> None:
-        self.objects.pop(key, None)
-        size = sum(tensor.nbytes for tensor in tensors)
-        while self.puts and not self._has_room(size):
-            self.puts.popleft()
-        self.puts.append((size, tensors))
-        self.objects[key] = self.memory.allocate(
-            "waiting for the backward", size, self.place, tensors[0].shape
-        )
-        self.memory.moved["put"] += size
+    def send(self, tensors: Any, size: int) -> tuple[Allocation, Place]:
+        self.rank.moved["put"] += size
+        return self.rank.allocate("waiting for the backward", size, self.place), self.place
 
-    def _has_room(self, size: int) -> bool:
-        """Whether another put may be under way."""
-        put_bytes = sum(put_size for put_size, _ in self.puts)
-        return len(self.puts) < self.max_puts and size + put_bytes <= self.max_bytes
+    def wait_sent(self, copy: Any) -> None:
+        """A put ends where another has no room."""
 
-    def fetch(self, key: Key) -> Callable[[], Any]:
-        stored = self.objects[key]
-        self.memory.moved["fetched"] += stored.nbytes
-        spare = self.spare.get((stored.shape, stored.nbytes))
-        if spare:
-            tensor = spare.pop()
-        else:
-            tensor = self.memory.allocate("fetched from a tier", stored.nbytes, shape=stored.shape)
-        return lambda: (tensor,)
+    def bring(self, stored: StoredObject) -> Callable[[], Any]:
+        self.rank.moved["fetched"] += stored.size
+        tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
+        return lambda: tensors
 
-    def recycle(self, tensors: Sequence[Any]) -> None:
-        for tensor in tensors:
-            self.spare.setdefault((tensor.shape, tensor.nbytes), []).append(tensor)
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        return self.rank.allocate("fetched from a tier", dtype, shape=shape)
 
-    def drop(self, key: Key) -> None:
-        del self.objects[key]
+    def fill_after(self, copy: Any) -> None:
+        """Copies take no time."""
+
+    def forget(self, stored: StoredObject) -> None:
         if not self.objects:
-            self.spare.clear()
-            self.puts.clear()
-
-    def close(self) -> None:
-        self.objects.clear()
+            self.under_way.clear()
 
 
 def tier_memory(memory: RankMemory, layout: Layout) -> Tier:
@@ -121,6 +106,7 @@ def chunk_positions(sees: Sequence[int]) -> list[tuple[int, ...]]:
 
     `sees`: as of `chunks.first_key_chunks`.
     """
+    # Chunks of one document see the same first chunk: the last of them is its last.
     last_by_first = {first: number for number, first in enumerate(sees)}
     positions = []
     for number, first in enumerate(sees):
@@ -192,6 +178,7 @@ class ActivationMemory(Runner):
         for moving in self.view.learning(unit):
             sizes = weights.units[moving].weights
             elements = sum(size for name, size in sizes.items() if name not in added_weights)
+            # Later gradients are added to those that are there.
             if elements and moving not in weights.grads:
                 weights.leave_grads(moving, elements * self.memory.weight_bytes)
 
@@ -250,6 +237,7 @@ class WholePackMemory(WholePacks, ActivationMemory):
 
     def _backward(self, op: Op) -> None:
         self.copies.expect(op.unit)
+        # The turn begins with its graph and dy: both are there while its peak is noted.
         self._record_turn(op)
         x = self.graphs.pop(self._key(op))[0]
         del self.g[op.micro]
@@ -259,6 +247,7 @@ class WholePackMemory(WholePacks, ActivationMemory):
 
     def _loss(self, op: Op) -> None:
         self.copies.expect(op.unit)
+        # All blocks of rows write to one gradient of x.
         if op.number == 0:
             self.g[op.micro] = self._allocate_dx(op)
         pack = self.loaded[op.micro]
@@ -341,7 +330,8 @@ class ChunkEventMemory(ChunkPlayer):
 
     def _instant(self, event: Event) -> tuple:
         """What an event has in common with events of other packs that need equally much."""
-        keys_position, distance = (), 0
+        keys_position = ()
+        distance = 0
         if event.keys >= 0 and event.name in ("attend", "attend_back"):
             keys_position = self.positions[event.keys]
             distance = min(event.chunk - event.keys, ENDS)
@@ -354,6 +344,7 @@ class ChunkEventMemory(ChunkPlayer):
             self.profiles[event] = profile
         self.memory.record_profile(profile)
         for name, size in profile.buffers.items():
+            # Gradients of keys and values are those of the chunk that has the keys.
             chunk = event.keys if name == "dkv" else event.chunk
             self._resize((name, chunk), size)
         if profile.grads:
@@ -362,7 +353,7 @@ class ChunkEventMemory(ChunkPlayer):
 
     def _resize(self, buffer: Buffer, size: int) -> None:
         """Make a buffer so large. The tensors that it had stay where that has not changed."""
-        if buffer in self.live and sum(tensor.nbytes for tensor in self.live[buffer]) == size:
+        if buffer in self.live and size_of(self.live[buffer]) == size:
             return
         self.live.pop(buffer, None)  # freed before its successor is allocated
         name, chunk = buffer

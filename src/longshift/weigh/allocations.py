@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from longshift.layout.layout import Tier
 from longshift.program.operations import START, Op
@@ -34,13 +35,34 @@ class Peak:
         return cls(total, op, tuple(sorted(sizes, key=lambda row: -row[1])))
 
 
-class Allocation:
-    """Memory of a simulated tensor. It is freed when nobody refers to it any more.
+class TensorStandIn:
+    """What runners and tiers ask of a tensor.
 
     `shape`: equal for tensors of one size that may take over each other's memory.
     """
 
-    __slots__ = ("name", "nbytes", "place", "shape", "tracker")
+    __slots__ = ("nbytes", "shape")
+
+    def __init__(self, size: int, shape: Hashable):
+        self.nbytes = size
+        self.shape = shape
+
+    @property
+    def dtype(self) -> int:
+        # Tiers keep spare memory by shape and format: bytes tell formats apart.
+        return self.nbytes
+
+    def contiguous(self) -> Self:
+        return self
+
+    def data_ptr(self) -> int:
+        return id(self)
+
+
+class Allocation(TensorStandIn):
+    """Memory of a simulated tensor. It is freed when nobody refers to it any more."""
+
+    __slots__ = ("name", "place", "tracker")
 
     def __init__(
         self,
@@ -50,18 +72,14 @@ class Allocation:
         place: Place = "device",
         shape: Hashable = (),
     ):
+        super().__init__(size, shape)
         self.tracker = tracker
         self.name = name
-        self.nbytes = size
         self.place = place
-        self.shape = shape
         tracker.change(name, size, place)
 
     def __del__(self) -> None:
         self.tracker.change(self.name, -self.nbytes, self.place)
-
-    def contiguous(self) -> "Allocation":
-        return self
 
 
 class AllocationTracker:
@@ -87,6 +105,7 @@ class AllocationTracker:
     def track_instants(self) -> dict[Instant, dict[str, Peak]]:
         """From now on tell instants apart. Returns their snapshots, which a step will fill."""
         self.has_instants = True
+        # Peaks of the steps before would hide those of instants.
         self.peaks = {}
         self.snapshots = {}
         return self.snapshots
@@ -118,6 +137,7 @@ class AllocationTracker:
         snapshots = self.snapshots.setdefault(key, {})
         for place, peak in self.peaks.items():
             if place not in snapshots or peak > snapshots[place].total:
+                # At the peak there was also what is gone again.
                 workspace = max(0, peak - self.now[place])
                 alive = {**self.by_name[place], "gone when it ends": workspace}
                 snapshots[place] = Peak.of(peak, self.op_name(self.op), alive)

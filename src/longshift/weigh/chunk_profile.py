@@ -237,6 +237,7 @@ class _EventPlayer:
         event, source = WRITERS[name]
         self._make(source)
         begin_bytes = self.recorder.now
+        # Where heads are exchanged, the event leaves what the exchange will read, too.
         has_exchange = name == "graph" and self.setup.layout.ulysses > 1
         with self.recorder:
             self._call(event, (), (name, "qkv") if has_exchange else (name,))
@@ -253,12 +254,12 @@ class _EventPlayer:
     def _heads(self, order: TokenOrder, accumulates: bool = False) -> tuple[Tensor, Tensor]:
         """q [L, N, H] and kv [2, L, K, H] of the heads that this rank attends with."""
         setup = self.setup
+        spec = setup.spec
         tokens = order.local_tokens
-        width = setup.spec.head_width
-        queries, keys = rank_heads(setup.spec, setup.layout, setup.coord)
+        queries, keys = rank_heads(spec, setup.layout, setup.coord)
         dtype = self._accum_dtype if accumulates else setup.dtype
-        q = self.rank.empty(tokens, queries, width, dtype=dtype)
-        kv = self.rank.empty(2, tokens, keys, width, dtype=dtype)
+        q = self.rank.empty(tokens, queries, spec.head_width, dtype=dtype)
+        kv = self.rank.empty(2, tokens, keys, spec.head_width, dtype=dtype)
         return q, kv
 
     def _tokens_output(self) -> Tensor:

@@ -183,6 +183,7 @@ def _weighted_sizes(
     weights: Sequence[float], snapshots: Sequence[Peak], last: Peak
 ) -> dict[str, int]:
     """Bytes by name, of the names of the last snapshot."""
+    # A name that a snapshot lacks is taken to need there what it needs in the last.
     sizes_by_snapshot = [dict(snapshot.alive) for snapshot in snapshots]
     total = {}
     for name, last_size in last.alive:
@@ -210,17 +211,21 @@ def _measures(pack: Pack, chunk: int, windows: Windows) -> list[float]:
 
     `windows`: those of the model's blocks with their shares, where pairs of chunks count.
     """
+    # 1. Documents and chunks.
     shape = PackShape.of(pack)
     length_chunks = shape.longest / chunk
     rest_chunks = shape.rest / chunk
     total_chunks = shape.documents * shape.longest / chunk
     measures = [shape.documents, length_chunks, rest_chunks, total_chunks]
+
+    # 2. Pairs of chunks, the mean of the blocks.
     if windows:
         pack_chunks = chunks.cut_chunks(pack, chunk)
         pairs = 0.0
         for window, share in windows.items():
             sees = chunks.first_key_chunks(pack_chunks, window)
-            pairs += share * sum(number - first for number, first in enumerate(sees))
+            window_pairs = sum(number - first for number, first in enumerate(sees))
+            pairs += share * window_pairs
         measures.append(pairs)
     return measures
 

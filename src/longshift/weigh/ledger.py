@@ -20,7 +20,8 @@ from longshift.switch.itinerary import Cut
 from longshift.weigh.activation_memory import ActivationMemory, ChunkedPackMemory, WholePackMemory
 from longshift.weigh.allocations import WHOLE_STEP, Peak, RankMemory
 from longshift.weigh.state_memory import StateMemory
-from longshift.weigh.weight_memory import SwitchMemory, WeightMemory
+from longshift.weigh.switch_memory import SwitchMemory
+from longshift.weigh.weight_memory import WeightMemory
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,11 @@ class Ledger(OperationPlayer):
         )
 
     def _play_step(self, program: Sequence[Op], after: Callable[[Op], object] | None) -> None:
+        # Traffic is told of the last step alone.
         self.memory.sent.clear()
         self.memory.moved.clear()
         self.memory.flops = 0
+
         for number, op in enumerate(program):
             self.allocations.begin_op(number, op)
             self.table[op.kind](op)

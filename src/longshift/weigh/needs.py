@@ -166,6 +166,7 @@ def memory_needs(
 ) -> tuple[Need, ...]:
     """Memory needs of the largest step with documents for these groups, one for each kind of
     rank."""
+    # A switch takes from the copies of the visit before: the order decides what moves.
     order = shape.itinerary.order(tuple(edge.use for edge in edges))
     visited_edges = [edges[index] for index in order]
     needs = []
@@ -189,12 +190,13 @@ class GroupedStep(NamedTuple):
 def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack]) -> GroupedStep:
     """The largest step that visits these groups. `packs`: one of each group, repeated as often as
     the tokens of full ones can fill them."""
+    spec = shape.itinerary.spec
     visits: list[Visit] = []
     packs_by_visit: list[list[Pack]] = []
     for edge, pack in zip(edges, packs):
         micro_packs = [pack] * micro_count(shape.tokens, edge)
         packs_by_visit.append(micro_packs)
-        visits.append(visit_of(shape.itinerary.spec, edge.use, micro_packs))
+        visits.append(visit_of(spec, edge.use, micro_packs))
     return GroupedStep(tuple(visits), packs_by_visit)
 
 

@@ -8,13 +8,12 @@ is counted is never less than what is. Of what a kernel needs inside itself only
 FlashAttention's backward on a GPU is counted.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,11 +27,11 @@ from longshift.dist.live_bytes import flash_backward_bytes
 from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
+from longshift.weigh.meta_kernels import call_meta_kernel
 
 FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
 Transport = Literal["gloo", "nccl"]
 
-META = torch.device("meta")
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the left factor
 # Operations whose result has the storage of an argument, or gives it another.
 CHANGE_STORAGE = {"_unsafe_view", "resize_", "set_"}
@@ -161,6 +160,10 @@ class TurnRecorder(TorchDispatchMode):
         """Bytes now above those alive when the turn began."""
         return self.now - self.begin_bytes
 
+    def profile_result(self, size: int) -> TurnProfile:
+        """What the turn did, of whose bytes so many are its result, and the others are kept."""
+        return self.profile(output=size, graph=self.left_bytes - size)
+
     def profile(self, **sizes: Any) -> TurnProfile:
         """What the turn did up to now; `sizes`: fields that only the caller knows."""
         sent = {axis: size for axis, size in self.sent.items() if size}
@@ -172,12 +175,9 @@ class TurnRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = self._call(func, args, kwargs)
-        if isinstance(out, Tensor):
-            self._see(out)
-        elif isinstance(out, tuple | list):
-            for x in out:
-                if isinstance(x, Tensor):
-                    self._see(x)
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self._see(x)
         if not func.is_view:
             self._count(func, args, kwargs, out)
         return out
@@ -190,10 +190,10 @@ class TurnRecorder(TorchDispatchMode):
         if target and kwargs[target].numel():
             return kwargs[target]
 
-        # 2. Other results. [Note: meta kernels]
+        # 2. Other results.
         if func.is_view or func._opname in CHANGE_STORAGE or target:
             return func(*args, **kwargs)
-        out = _make(_result(func, _describe(args), _describe(tuple(kwargs.items()))))
+        out = call_meta_kernel(func, args, kwargs)
         if func is aten.native_layer_norm.default and self.transport == "gloo":
             y, *statistics = out
             return y, *(x.to(y.dtype) for x in statistics)  # a CPU keeps them in y's format
@@ -202,6 +202,7 @@ class TurnRecorder(TorchDispatchMode):
     def _see(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address = storage._cdata
+        # Views share a storage, which is counted once.
         if address not in self.sizes:
             self.sizes[address] = storage.nbytes()
             self.now += storage.nbytes()
@@ -240,10 +241,7 @@ class TurnRecorder(TorchDispatchMode):
 
     def count_calls(self, kernel: Kernel) -> Kernel:
         """The kernel, whose calls are counted."""
-
-        def count(function: Any, describe: Callable[..., AttentionCall]) -> Any:
-            return self._one_kernel(function, describe) if function else None
-
+        count = self._one_kernel
         packed = kernel.packed
         if packed:
             packed = replace(
@@ -293,13 +291,14 @@ class TurnRecorder(TorchDispatchMode):
             )
         return Elementwise(**kernels)
 
-    def _one_kernel(
-        self, function: Callable[..., Any], describe: Callable[..., DeviceCall]
-    ) -> Callable[..., Any]:
-        """The function, which is one kernel on a device. `describe`: says which, of its result and
-        its arguments."""
+    def _one_kernel(self, function: Any, describe: Callable[..., DeviceCall]) -> Any:
+        """The function, which is one kernel on a device; None where a kernel has no such function.
+        `describe`: says which, of its result and its arguments."""
+        if function is None:
+            return None
 
         def play(*args: Any) -> Any:
+            # What a kernel calls is a part of it, also where that is a kernel elsewhere.
             was_in_kernel = self.in_kernel
             self.in_kernel = True
             out = function(*args)
@@ -308,68 +307,6 @@ class TurnRecorder(TorchDispatchMode):
             return out
 
         return play
-
-
-# [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a
-# dispatch takes ten microseconds. What they make depends on shapes and formats alone, so that each
-# is asked once. Many import torch's compiler, which takes a second, only to have it leave them
-# alone: where nothing is compiled, a stand-in answers.
-
-
-class TensorShape(NamedTuple):
-    """What decides which tensor an operation makes of this one."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Scalar(NamedTuple):
-    """Another argument. 1, 1.0 and True are equal, and make tensors of different formats."""
-
-    type: type
-    value: Any
-
-
-def _describe(value: Any) -> Any:
-    """The arguments, or results, of an operation as a value that can be compared."""
-    if isinstance(value, Tensor):
-        return TensorShape(value.shape, value.stride(), value.dtype)
-    if isinstance(value, tuple | list):
-        return tuple(map(_describe, value))
-    return Scalar(type(value), value)
-
-
-def _make(described: Any) -> Any:
-    """New arguments, or results, of this description."""
-    match described:
-        case TensorShape():
-            return torch.empty_strided(
-                described.size, described.stride, dtype=described.dtype, device=META
-            )
-        case Scalar():
-            return described.value
-    return tuple(map(_make, described))
-
-
-class NoCompiler:
-    """What meta kernels ask of `torch._dynamo`."""
-
-    @staticmethod
-    def disable(function: Any, *how: Any, **options: Any) -> Any:
-        return function
-
-
-@lru_cache(maxsize=1 << 16)
-def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation makes of arguments with these descriptions. [Note: meta kernels]"""
-    modules: dict[str, Any] = sys.modules
-    compiler = modules.setdefault("torch._dynamo", NoCompiler)
-    try:
-        return _describe(func(*_make(args), **dict(_make(kwargs))))
-    finally:
-        if compiler is NoCompiler:
-            del modules["torch._dynamo"]
 
 
 @cache
@@ -387,7 +324,8 @@ def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
     sizes: tuple[int, ...] = ()
     for x in values:
         if isinstance(x, Tensor):
-            sizes += (min(x.numel() * x.itemsize, x.untyped_storage().nbytes()),)
+            shape_bytes = x.numel() * x.itemsize
+            sizes += (min(shape_bytes, x.untyped_storage().nbytes()),)
         elif isinstance(x, tuple | list):
             sizes += _sizes(x)
     return sizes
@@ -434,6 +372,7 @@ class RecordedGroup(Group):
     def _collective(self, operation: Operation, x: Tensor, share: float = 1.0) -> Iterator[None]:
         """Record a collective, and not what it is made of. Its size is `share` times the
         tensor's."""
+        # One collective may be made of another, as an all-reduce of gloo's is of an all-gather.
         is_outermost = not self.is_inside
         self.is_inside = True
         try:
@@ -470,6 +409,7 @@ class RecordedGroup(Group):
             return super().trade(out, x, out_sizes, in_sizes)
 
     def _native_all_to_all(self, out: Tensor, x: Tensor, *sizes: list[int]) -> None:
+        # Sizes by rank leave out what a rank keeps; else that is an equal share of x.
         elements = sum(sizes[1]) if sizes else x.numel() * (self.size - 1) // self.size
         self._send(elements, x)
 

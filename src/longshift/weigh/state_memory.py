@@ -1,7 +1,6 @@
 """Bytes of the training state on a rank, as `state.home` and `state.records` keep it: see
 `weigh.ledger`."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 from longshift.layout.blocks import cut_blocks, elements_at_once
@@ -19,11 +18,13 @@ def saved_bytes(steps: Steps) -> int:
     """Bytes of master weights and moments that a rank writes into a checkpoint: of what several
     ranks keep, one writes."""
     rank = steps.rank
+    state_bytes = steps.state_bytes
     total = 0
     for bucket in steps.buckets:
+        # What is not trained is in the model's own files.
         if bucket.owns(rank) and not bucket.frozen:
-            total += bucket.kept(rank) * steps.state_bytes.home_bytes
-            total += steps.state_bytes.moments_of(bucket, rank)
+            total += bucket.kept(rank) * state_bytes.home_bytes
+            total += state_bytes.moments_of(bucket, rank)
     return total
 
 
@@ -47,7 +48,7 @@ class UnitStateBytes:
 class StateMemory:
     """`state.home.Home` on bytes. Mutable.
 
-    `shards`: unit and elements of each bucket that is trained.
+    `shards`: elements of each bucket that is trained, by unit and its number there.
     """
 
     def __init__(self, memory: RankMemory):
@@ -55,7 +56,7 @@ class StateMemory:
         spec = steps.itinerary.spec
         self.memory = memory
         self.steps = steps
-        self.shards: list[tuple[int, int]] = []
+        self.shards: dict[tuple[int, int], int] = {}
         self.units = {bucket.unit: UnitStateBytes() for bucket in steps.buckets}
         has_scales = steps.packed == "float8"
         self.cut_blocks = cut_blocks(spec, steps.itinerary.home) if has_scales else {}
@@ -86,9 +87,7 @@ class StateMemory:
         self.units[bucket.unit].frozen += size
         if bucket.unit in self.steps.on_disk:
             return [size]
-        self.resident.append(
-            self.memory.allocate_state("weights not trained", size, unit=bucket.unit)
-        )
+        self.resident.append(self.memory.allocate_state("weights not trained", size, bucket.unit))
         return []
 
     def _add_trained(self, bucket: Bucket) -> list[int]:
@@ -101,7 +100,8 @@ class StateMemory:
         moments = state_bytes.moments_of(bucket, rank)
         codes = elements * state_bytes.moment_bytes
         scales = 4 * state_bytes.blocks(bucket, rank)
-        self.shards.append((bucket.unit, elements))
+        number = sum(unit == bucket.unit for unit, _ in self.shards)
+        self.shards[bucket.unit, number] = elements
 
         sizes = self.units[bucket.unit]
         sizes.trained += master
@@ -127,11 +127,11 @@ class StateMemory:
         write it."""
         sizes = [whole_pages(size) for size in vectors]
         buffer_bytes = min(PIECE, max(sizes)) + ALIGN
+        # Each thread of either direction has a buffer.
+        buffers_bytes = 2 * THREADS * buffer_bytes
         self.resident += [
             self.memory.allocate("training state", sum(sizes), "disk"),
-            self.memory.allocate(
-                "buffers of the disk", 2 * THREADS * buffer_bytes, self.memory.host
-            ),
+            self.memory.allocate("buffers of the disk", buffers_bytes, self.memory.host),
         ]
 
     # Gradient sums
@@ -149,22 +149,20 @@ class StateMemory:
 
     def total(self, unit: int) -> None:
         """Make the gradient sums of a unit, of all where it is -1, where there are none."""
-        numbers = Counter[int]()
-        for shard_unit, elements in self.shards:
-            key = shard_unit, numbers[shard_unit]
-            numbers[shard_unit] += 1
+        for (shard_unit, number), elements in self.shards.items():
+            key = shard_unit, number
             if key not in self.sums and unit in (-1, shard_unit):
                 self.sums[key] = self._allocate_sum(shard_unit, elements * self.memory.sum_bytes)
 
     def _forget_sums(self, unit: int) -> None:
-        for key in [key for key in self.sums if key[0] == unit]:
-            del self.sums[key]
+        self.sums = {key: total for key, total in self.sums.items() if key[0] != unit}
 
     # Updates
 
     def update(self, unit: int) -> None:
         """Update a unit, all where it is -1: unpack its moments, and free its gradient sums."""
         if unit < 0:
+            # Else each unit's own update frees its sums.
             if not self.steps.by_unit:
                 self.sums.clear()
             return

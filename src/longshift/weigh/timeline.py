@@ -134,6 +134,7 @@ def compare_ops(played: Sequence[PlayedOp], prediction: PredictedStep) -> list[d
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for number, pair in enumerate(zip_longest(played, prediction.ops)):
+        # Where another operation was played, one of the lists may be longer.
         played_name, predicted_name = (str(each.op) if each else "nothing" for each in pair)
         recorded_bytes, predicted_bytes = (each.device_bytes if each else None for each in pair)
         is_same = None not in pair and pair[0].op == pair[1].op
@@ -200,8 +201,8 @@ def write_timeline(
 
     # A prediction has no times: an operation is shown when the one of its place was played.
     predicted = []
-    for played_op, predicted_op in zip(played, prediction.ops):
-        predicted.append(played_op._replace(op=predicted_op.op, device_bytes=predicted_op[1]))
+    for played_op, (op, device_bytes) in zip(played, prediction.ops):
+        predicted.append(played_op._replace(op=op, device_bytes=device_bytes))
     predicted_spans = list(_spans(predicted))
 
     events: list[dict[str, Any]] = []
@@ -219,10 +220,12 @@ def _spans(ops: Iterable[PlayedOp]) -> Iterator[Span]:
     for it is a slice in the lane that computes."""
     under_way: dict[tuple, deque[Span]] = defaultdict(deque)
     for op, start, end, device_bytes in ops:
+        # Several of one name may be under way; they end in their order.
         if op.kind in AWAITED.values() and under_way[op]:
             under_way[op].popleft().end = end
         lane = LANES.get(op.kind, "compute")
         span = Span(lane, str(op), start, end, {"bytes after": device_bytes})
         if op.kind in AWAITED:
-            under_way[(AWAITED[op.kind], *op[1:])].append(span)
+            await_op = (AWAITED[op.kind], *op[1:])
+            under_way[await_op].append(span)
         yield span

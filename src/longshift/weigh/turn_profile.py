@@ -43,13 +43,8 @@ from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.step.compose import layout_ops
 from longshift.step.runner import loss_of_rows
-from longshift.weigh.recorder import (
-    META,
-    RecordedGroup,
-    Transport,
-    TurnProfile,
-    TurnRecorder,
-)
+from longshift.weigh.meta_kernels import META
+from longshift.weigh.recorder import RecordedGroup, Transport, TurnProfile, TurnRecorder
 
 Part = Literal["embed", "block", "block with output", "attention half"]
 Phase = Literal["pass", "forward", "backward"]
@@ -114,7 +109,10 @@ def _unit_turns(
     setup: RankSetup, order: TokenOrder, part: Part, block: int, is_pass: bool
 ) -> dict[Phase, TurnProfile]:
     player = rank_player(setup, order)
-    return {"pass": player.play_pass(part, block)} if is_pass else player.play(part, block)
+    if is_pass:
+        return {"pass": player.play_pass(part, block)}
+    # A backward needs its forward, so one play makes both profiles.
+    return player.play(part, block)
 
 
 @lru_cache(maxsize=1024)
@@ -175,7 +173,8 @@ class RankPlayer:
         setup = self.setup
         layout = setup.layout
         tokens = self.order.local_tokens // layout.neighbor_ranks
-        runs = self.order.runs[layout.place(setup.coord, axes.deal_axes("two-ended"))]
+        place = layout.place(setup.coord, axes.deal_axes("two-ended"))
+        runs = self.order.runs[place]
         share = Share(
             tokens=torch.empty(tokens, dtype=torch.int64, device=META),
             labels=torch.empty(tokens, dtype=torch.int64, device=META),
@@ -201,8 +200,10 @@ class RankPlayer:
         by = self.recorder.fuse(WRITTEN_OUT) if setup.compiled else WRITTEN_OUT
         module = build_unit(spec, unit, by, setup.float8)
         sum_dtype = torch.promote_types(setup.dtype, torch.float32)
-        adds = adds_inside(setup.compute_bytes, sum_dtype.itemsize, setup.transport == "nccl")
+        on_gpu = setup.transport == "nccl"
+        adds = adds_inside(setup.compute_bytes, sum_dtype.itemsize, on_gpu)
         summed = spec.multiplied[unit] if adds else ()
+        # These sums are there before a turn, so that its profile counts none of them.
         for param in module.table:
             shape = local_shape(param, local_boxes(param, setup.layout, setup.coord))
             weight = self.empty(*shape)
@@ -219,25 +220,21 @@ class RankPlayer:
         ops = self.ops.keeping([]) if part == "block with output" else self.ops
         with self.recorder.recording(), torch.no_grad():
             y = function(x, self.micro, ops)
-        return self.recorder.profile(output=_bytes(y), graph=self.recorder.left_bytes - _bytes(y))
+        return self.recorder.profile_result(_bytes(y))
 
     def play(self, part: Part, block: int) -> dict[Phase, TurnProfile]:
         """Play a forward of a unit that keeps its graph, the first or another one,
         and the backward."""
         function = self._function(part, block)
         x = self._input(part)
-        ops = (
-            self.ops.keeping(self._attention_output(block))
-            if part == "block with output"
-            else self.ops
-        )
+        ops = self.ops
+        if part == "block with output":
+            ops = ops.keeping(self._attention_output(block))
 
         # 1. Forward.
         with self.recorder.recording():
             y = function(x, self.micro, ops)
-        forward = self.recorder.profile(
-            output=_bytes(y), graph=self.recorder.left_bytes - _bytes(y)
-        )
+        forward = self.recorder.profile_result(_bytes(y))
 
         # 2. Backward. The list of what attention kept lives as long as its graph.
         dy = self.stream()
@@ -246,18 +243,14 @@ class RankPlayer:
                 torch.autograd.backward(y, dy)
         dx_bytes = 0 if x is None else _bytes(x.grad)
         unit: Any = getattr(function, "__self__", function)  # of a half
-        return {
-            "forward": forward,
-            "backward": self.recorder.profile(output=dx_bytes, grads=gradient_bytes(unit)),
-        }
+        backward = self.recorder.profile(output=dx_bytes, grads=gradient_bytes(unit))
+        return {"forward": forward, "backward": backward}
 
     def _function(self, part: Part, block: int) -> Callable[..., Tensor]:
         module = self.unit(0 if part == "embed" else block)
-        return (
-            module.attention_half
-            if isinstance(module, Block) and part == "attention half"
-            else module
-        )
+        if isinstance(module, Block) and part == "attention half":
+            return module.attention_half
+        return module
 
     def _input(self, part: Part) -> Tensor | None:
         return None if part == "embed" else self.stream().requires_grad_()
@@ -275,6 +268,7 @@ class RankPlayer:
         """Play the head and the loss on the `number`-th block of rows."""
         head = self.unit(self.setup.spec.layers + 1)
         assert isinstance(head, Head)
+        # The gradient of x is made before: all blocks of rows write to it.
         x = self.stream()
         dx = self.stream()
         with self.recorder.recording():
@@ -309,6 +303,7 @@ def play_collective(
     dtype = DTYPES[item_bytes]
     slots = 1 if operation in ("all_reduce", "sum") else holders
     pending = Pending()
+    # What a collective is given is there before it, and no part of its profile.
     with recorder:
         x = torch.empty((slots, elements), dtype=dtype, device=META)
     with recorder.recording():
@@ -325,7 +320,7 @@ def play_collective(
             case "sum":
                 out = group.all_reduce(x)
     out_bytes = 0 if slots == 1 else out.untyped_storage().nbytes()
-    begin = recorder.profile(output=out_bytes, graph=recorder.left_bytes - out_bytes)
+    begin = recorder.profile_result(out_bytes)
     with recorder.recording():
         pending.wait()
     return CollectiveTurn(begin, recorder.profile())

@@ -1,20 +1,15 @@
-"""Bytes of a cut's working copies, of their gradients on the way home, of sending them in another
-format than they are kept in (`state.wire`), and of switches, on a rank: see `weigh.ledger`."""
+"""Bytes of a cut's working copies, of their gradients on the way home, and of sending them in
+another format than they are kept in (`state.wire`), on a rank: see `weigh.ledger`."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
-
-import numpy as np
 
 from longshift.layout.placement import Bucket, boxes_on, buckets_of
 from longshift.layout.strips import Strip, areas, strips_of
 from longshift.program.turns import RankLayout
 from longshift.spec.formats import SCALE_EVERY, Wire
-from longshift.switch.plan import Plan
-from longshift.switch.traffic import bytes_by_exchange
 from longshift.weigh.allocations import Allocation, RankMemory
 from longshift.weigh.state_memory import StateMemory
 
@@ -64,7 +59,9 @@ def gradient_coding(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Co
     slots = len(bucket.holders)
     elements = slots * bucket.width
     sent_bytes, received_bytes = gradient_passes(wire, sum_bytes)
-    size, encoding, decoding = 2 * bucket.width, 0, 0
+    # A sum in bf16 is a cast of the whole buffer, with no workspace beside it.
+    size = 2 * bucket.width
+    encoding = decoding = 0
     if wire.gradients == "float8":
         strips = tuple(strips_of(bucket))
         size = areas(strips, sum_bytes).size
@@ -90,6 +87,7 @@ def weight_coding(
     """
     if wire.weights != "float8" or not bucket.sharded:
         return None
+    # A rank encodes its own slot, and decodes those of all, in float32 at least.
     strips = tuple(strips_of(bucket))
     accum_bytes = max(4, weight_bytes)
     sizes = [strip.elements_at_once(1) for strip in _strips_of_rank(strips, bucket, rank)]
@@ -279,6 +277,7 @@ class WeightMemory:
         if coding := share.gather_coding:
             size, item_bytes = coding.size, 1
             memory.coded_bytes += coding.encoded
+            # Rows are coded where they lie: a guest's on the device, masters at home.
             place = "device" if self.is_guest else memory.state_place(unit)
             memory.allocations.add_workspace(size + coding.encoding, place)
 
@@ -312,6 +311,7 @@ class WeightMemory:
         if unit in self.sums:
             return
         sizes = self.units[unit]
+        # Sums of fused collectives are whole buffers, those of switches the weights' own.
         if self.view.collective:
             counts = []
             for bucket, *_ in sizes.trained_buckets:
@@ -335,6 +335,7 @@ class WeightMemory:
         sums = deque(self.sums.pop(unit))
         reductions = deque[Reduction]()
         for share in self.units[unit].trained_buckets:
+            # No name here keeps a sum alive that its reduction has done with.
             reductions.append(self._start_reduction(share, [sums.popleft()]))
         self.reductions.setdefault(unit, deque()).append(reductions)
 
@@ -346,12 +347,13 @@ class WeightMemory:
 
         # 1. Codes go to all holders, and each adds up its own.
         if coding := share.reduce_coding:
+            codes_bytes = holders * coding.size
             memory.coded_bytes += coding.encoded
-            buffers = [self._allocate_reduction(holders * coding.size)]
+            buffers = [self._allocate_reduction(codes_bytes)]
             memory.allocations.add_workspace(coding.encoding)
             total.clear()
-            memory.send("reduce", coding.size * (holders - 1))
-            out = self._allocate_reduction(holders * coding.size)
+            memory.send("reduce", codes_bytes - coding.size)
+            out = self._allocate_reduction(codes_bytes)
             return Reduction(share, out, buffers, end_bytes=0)
 
         # 2. A reduce-scatter, or an all-reduce in place.
@@ -384,66 +386,3 @@ class WeightMemory:
             else:
                 self.home.receive(unit, number, out, share.elements * memory.sum_bytes)
             del out  # where home has copied it, it is gone before the next bucket
-
-
-class SwitchMemory:
-    """`state.transfer.Transfer` on bytes. Mutable.
-
-    The fused buffer has the size of the largest exchange. What passes through this rank, to others
-    of its node, stays for all rounds of its bucket.
-    """
-
-    def __init__(self, memory: RankMemory, plan: Plan, way: str):
-        self.memory = memory
-        self.way = way
-        self.rounds = plan.rounds
-        self.exchanges = exchange_bytes(plan, memory.steps.rank)
-        self.fused: Allocation | None = None
-        self.passing: dict[int, Allocation] = {}  # by exchange
-
-    def post(self, number: int) -> None:
-        self.memory.send(self.way, self.exchanges.sent[number])
-        if number == 0:
-            self.fused = self.memory.allocate("exchanges of a switch", self.exchanges.largest)
-        if size := self.exchanges.passing[number]:
-            self.passing[number] = self.memory.allocate("passing through", size)
-        self.passing.pop(number - self.rounds + 1, None)
-
-    def take_in(self, number: int) -> None:
-        if number == len(self.exchanges.sent) - 1:
-            self.fused = None
-
-
-@dataclass(frozen=True)
-class ExchangeBytes:
-    """Bytes of a switch on one rank, by exchange: that it sends, and that begin to pass through.
-
-    `largest`: that it sends and receives in the largest exchange.
-    """
-
-    sent: tuple[int, ...]
-    passing: tuple[int, ...]
-    largest: int
-
-
-@lru_cache(maxsize=64)  # a planner weighs many candidates with the same switches
-def exchange_bytes(plan: Plan, rank: int) -> ExchangeBytes:
-    """What `state.transfer.Transfer` moves on a rank."""
-    # 1. What comes and goes in each exchange, inside nodes and between them.
-    inside_out, inside_in, between_out, between_in = bytes_by_exchange(plan)[:, :, rank].T
-    sent = inside_out + between_out
-
-    # 2. What this rank receives for others: it is sent on in a later round.
-    passing = np.zeros(plan.exchanges, np.int64)
-    for weight in plan.weights:
-        moves = weight.moves
-        is_received = moves.target == rank
-        is_early = moves.round < plan.rounds - 1
-        is_unwanted = ~weight.slices.wants[moves.slice, rank]
-        through = np.unique(moves.slice[is_received & is_early & is_unwanted])
-        np.add.at(passing, weight.bucket[through], weight.slices.size_bytes[through])
-    return ExchangeBytes(
-        sent=tuple(sent.tolist()),
-        passing=tuple(passing.tolist()),
-        largest=int((sent + inside_in + between_in).max()),
-    )
