@@ -62,6 +62,7 @@ class Sizes:
     head_trained: Number = 1.0
     norms: Number = 2.0
     head_norms: Number = 0.0
+    idle_elements: Number = 0  # of experts, which no published trainer here has
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "Sizes":

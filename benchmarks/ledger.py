@@ -44,6 +44,7 @@ FAMILIES = {
     "smollm3": replace(_LLAMA, family="smollm3", nope_every=2),
     "phi3": replace(_LLAMA, family="phi3", fused=True, rotary=12),
     "olmo2": replace(_LLAMA, family="olmo2", qk_norm_whole=True, norm_place="after"),
+    "qwen3-moe": replace(_LLAMA, family="qwen3_moe", qk_norm=True, ffn=48, experts=7, top_k=3),
     "gemma2": replace(
         _LLAMA,
         **{"family": "gemma2", "norm_place": "both", "norm_less_one": True, "sliding_window": 130, "full_blocks": (2, 4)},
@@ -252,6 +253,9 @@ QUICK = (
     Case("u2.chunk256.disk", "rows", lengths=FEW),
     Case("tp2.recompute-full", "phi3", "bf16", FEW),
     Case("tp2", "olmo2", "bf16", FEW),
+    Case("dp2.z3", "qwen3-moe", lengths=FEW),
+    Case("tp2.recompute-full", "qwen3-moe", "bf16", FEW),
+    Case("u2.chunk256.disk", "qwen3-moe", lengths=FEW),
     Case("recompute-selective", "gemma3", "bf16", FEW),
     Case("ring2.z1", "gemma3", lengths=FEW),
     Case("u2.chunk64.disk", "gemma3", lengths=(2 * CAPACITY,), few=True),

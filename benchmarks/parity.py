@@ -104,6 +104,7 @@ GEMMA3: Mapping = {
     **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "activation": "gelu_tanh", "embed_scale": 24**0.5},
     **{"attention_scale": 0.5, "sliding_window": 6, "full_blocks": (3,), "window_rope": Rope(100.0)},
 }
+EXPERTS: Mapping = {"ffn": 12, "experts": 7, "top_k": 3, "norm_top_k": False}
 FROZEN = ("model.embed_tokens.*", "model.layers.[02].*", "*k_proj.weight", "*.v_proj.bias", "model.layers.3.*norm.weight")
 FAMILIES: Mapping[str, ModelSpec] = {
     "llama": replace(preset("tiny-llama"), **_SIZES),
@@ -120,6 +121,8 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "qwen2": replace(preset("tiny-llama"), **_SIZES, family="qwen2", qkv_bias=True, sliding_window=5, full_blocks=(1, 2)),
     "gemma2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma2", tied=True, **GEMMA2),
     "gemma3": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma3_text", tied=True, **GEMMA3),
+    "mixtral": replace(preset("tiny-llama"), **_SIZES, family="mixtral", experts=5, top_k=2),
+    "qwen3-moe": replace(preset("tiny-qwen3"), **_SIZES | EXPERTS, tied=False, family="qwen3_moe"),
     "masked": replace(preset("tiny-llama"), **_SIZES),
     "lora": replace(preset("tiny-llama"), **_SIZES, tied=True, lora=Lora(3, 5.0)),
     "lora-gpt2": replace(preset("tiny-gpt2"), **_SIZES | {"kv_heads": 4}, lora=Lora(2, 3.0, ("c_attn", "c_proj"))),

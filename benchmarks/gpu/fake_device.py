@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from longshift.dist.live_bytes import HeldBytes
 from longshift.dist.world import World
+from longshift.model import experts
 from longshift.model.chosen_kernel import kernels
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
@@ -163,6 +164,7 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.multiple(torch, addmm=held.wider(torch.addmm), baddbmm=held.wider(torch.baddbmm)),
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step
         patch.object(FakeTensor, "__int__", lambda x: 1, create=True),  # what ranks agree on about a switch, once a plan
+        patch.object(experts, "row_ends", experts.even_ends),  # how many tokens a router sends to each expert
         patch.object(World, "gather_text", lambda world, text: [text] * world.size),
         patch.object(player, "choose", lambda *how: (held.told(kernel), "")),
         FakeTensorMode(),

@@ -25,6 +25,7 @@ _RECOMPUTE = "recompute-full or recompute-selective in the layout, as in dp8.rec
 _CONTEXT = "ring2 or u2 (ring attention, Ulysses) in the layout"
 _TENSOR = "tp2 in the layout, which has sequence parallelism in it"
 _ABSENT = "not there yet"
+_EXPERTS = "nothing to set: experts are sharded as all weights are, by z1 to z3 in the layout"
 
 
 def _by_word(successors: Mapping[str, str]) -> Mapping[str, str]:
@@ -107,7 +108,7 @@ KEYS = _by_word(
         "num_workers dataloader_num_workers streaming": (
             "nothing to set: tokens are made once, and mapped"
         ),
-        "expert_parallel_size expert_model_parallel_size ep moe": _ABSENT,
+        "expert_parallel_size expert_model_parallel_size ep moe": _EXPERTS,
         "report_to logger loggers wandb mlflow trackio tensorboard tensorboard_dir": (
             "save.trackers, as in trackers: [tensorboard]"
         ),
@@ -121,7 +122,7 @@ LAYOUT_WORDS = _by_word(
             "u or ring where tokens are shared by themselves; tp has sequence parallelism in it"
         ),
         "fsdp hsdp full_shard deepspeed": "dp with a stage of ZeRO, as in dp8.z3",
-        "ep moe": "not there yet: there are no mixtures of experts",
+        "ep moe": "z1 to z3, which shard experts; there is no expert parallelism yet",
         "ac ckpt remat checkpointing": "recompute-full or recompute-selective",
         "vpp interleaved": "v, as in pp2.v2",
         "cpu offload": "host or disk, with chunks or recompute-full",
@@ -136,10 +137,10 @@ LAYOUT_WORDS = _by_word(
 )
 FAMILIES = _by_word(
     {
-        "mixtral qwen2_moe qwen3_moe deepseek_v2 deepseek_v3 phimoe granitemoe gpt_oss": "experts",
+        "qwen2_moe deepseek_v2 deepseek_v3 phimoe granitemoe gpt_oss glm4_moe": "other experts",
         "gemma3 llava qwen2_vl qwen2_5_vl mllama llama4": "images",
         "mamba mamba2 jamba falcon_mamba rwkv zamba2 bamba": "state-space layers",
-        "deepseek grok dbrx olmoe": "experts",
+        "deepseek grok dbrx": "other experts",
         "t5 bert roberta bart mbart whisper": "an encoder",
     }
 )
@@ -254,7 +255,7 @@ def family_hint(name: str) -> str:
 
 def preset_hint(name: str) -> str:
     """The same of the name of a model, which begins with that of its family,
-    as `mixtral-8x7b` does."""
+    as `phimoe-mini` does."""
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower())
     families = [family for family in FAMILIES if plain == family or plain.startswith(f"{family}_")]
     # The longest says most, as deepseek_v2 does beside deepseek.

@@ -43,6 +43,7 @@ FAKE = [
             ("lora", "bfloat16"),
             ("frozen", "bfloat16"),
             ("llama biases", "float8"),
+            ("mixtral", "bfloat16"),
         )
     )
     for layout in (LAYOUTS[::2] if number == 0 else LAYOUTS[number % 5 :: 5])
@@ -164,7 +165,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
 
 
 @pytest.mark.parametrize(
-    ("spec", "layout", "dtype"), cases(("llama grouped", "qwen3", "gpt2", "olmo2", "granite", "smollm3", "phi3"), CHUNKED, 1)
+    ("spec", "layout", "dtype"), cases(("llama grouped", "qwen3", "gpt2", "olmo2", "granite", "smollm3", "phi3", "mixtral"), CHUNKED, 1)
 )
 def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, layout: str, dtype: str):
     agree(worlds, "events", lambda found, rank: event_faults(found, spec, layout, rank, dtype), spec, layout, dtype)

@@ -82,6 +82,10 @@ SPECS |= {
     "frozen": replace(SPECS["llama biases"], freeze=("*.q_proj.weight", "*.o_proj.*", "*.up_proj.bias", "*norm.weight", "*embed*")),
     "frozen gpt2": replace(SPECS["gpt2"], freeze=("*.ln_1.*", "*.c_attn.weight", "*.c_fc.*", "*.wpe.*")),
 }
+SPECS |= {
+    "mixtral": ModelSpec("mixtral", 61, 64, 1, 4, 2, 16, 97, 4096, rope=Rope(), experts=5, top_k=2),
+    "qwen3 moe": ModelSpec("qwen3_moe", 61, 64, 1, 4, 2, 16, 24, 4096, rope=Rope(), qk_norm=True, experts=16, top_k=4),
+}
 LENGTHS = (700, 333, 1000, 2)  # of documents, in tokens
 TURNS = ("pass", "forward", "backward")
 TURNS_OF_CHUNKS: tuple[Any, ...] = ("embed", "forward", "loss", "backward", "embed_back")

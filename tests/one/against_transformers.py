@@ -117,14 +117,34 @@ def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
 
 
 def _theirs(folder: Path, dtype: torch.dtype, docs: list[Document], attention: str) -> Outcome:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
+    kernels = {"attn_implementation": attention, "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **kernels).train()
     logits, total = [], torch.zeros((), dtype=dtype)
     for doc in docs:
         out = model(input_ids=torch.from_numpy(doc.ids)[None]).logits[0]
         total = total + F.cross_entropy(out, torch.from_numpy(doc.labels), ignore_index=IGNORE, reduction="sum")
         logits.append(out.detach())
     total.backward()
-    return Outcome(torch.cat(logits), total.detach(), gradients(model.named_parameters()))
+    return Outcome(torch.cat(logits), total.detach(), by_canonical_name(gradients(model.named_parameters()), model.config.model_type))
+
+
+def by_canonical_name(grads: dict[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
+    """Gradients as our parameter table has them: transformers keeps gate and up of all experts in one tensor [E, 2 F, D]."""
+    canonical = {}
+    for name, grad in grads.items():
+        stem, _, fused = name.partition(".experts.")
+        parts = [("", grad)]
+        if fused == "gate_up_proj":
+            parts = list(zip(("gate_proj", "up_proj"), grad.chunk(2, dim=1)))
+        elif fused == "down_proj":
+            parts = [("down_proj", grad)]
+        for role, part in parts:
+            renamed = f"{stem}.experts.{role}.weight" if fused else name
+            if family == "mixtral":
+                for theirs_name, ours_name in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+                    renamed = renamed.replace(f".{theirs_name}.", f".{ours_name}.")
+            canonical[renamed] = part.flatten(0, 1) if fused else part
+    return canonical
 
 
 def gradients(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:

@@ -170,7 +170,10 @@ def test_gpt2_warns_of_dropout_once_and_reads_on():
     ("change", "message"),
     [
         ({"model_type": "lama"}, "did you mean 'llama'"),
-        ({"model_type": "opt"}, "supported: llama, mistral, qwen2, qwen3, olmo2, granite, smollm3, phi3, gemma2, gemma3_text, gpt2"),
+        (
+            {"model_type": "opt"},
+            "supported: llama, mistral, qwen2, qwen3, olmo2, granite, smollm3, phi3, gemma2, gemma3_text, mixtral, qwen3_moe, olmoe, gpt2",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = 'LlamaForSequenceClassification'"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu': supported: silu"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from against_transformers import LENGTHS, documents, ours, random_model, read_all, theirs, worst
+from against_transformers import LENGTHS, by_canonical_name, documents, ours, random_model, read_all, theirs, worst
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -21,9 +21,12 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from longshift.documents.batch import Document
@@ -85,6 +88,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True),
     "gemma2": Gemma2Config(**SIZES, **GEMMA2),
     "gemma3": Gemma3TextConfig(**SIZES, **GEMMA3),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, head_dim=16, moe_intermediate_size=24, num_experts=7, num_experts_per_tok=3, norm_topk_prob=True),
+    "qwen3-moe-all": Qwen3MoeConfig(**SIZES, head_dim=16, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=4),
+    "olmoe": OlmoeConfig(**{**SIZES, "num_key_value_heads": 6}, num_experts=6, num_experts_per_tok=1, pad_token_id=None),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=40),
     "gpt2-untied": GPT2Config(**GPT2_SIZES, tie_word_embeddings=False),
 }
@@ -167,11 +174,12 @@ def test_the_table_is_the_model(name, folders):
     if name in CONFIGS:
         with torch.device("meta"):
             other = AutoModelForCausalLM.from_config(CONFIGS[name])
-        assert {n: tuple(w.shape) for n, w in other.named_parameters()} == {p.name: p.shape for p in spec.params}
+        weights = by_canonical_name(dict(other.named_parameters()), other.config.model_type)
+        assert {name: tuple(weight.shape) for name, weight in weights.items()} == {p.name: p.shape for p in spec.params}
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 30_000])
-@pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "gpt2", "mistral", "mixtral", "qwen3-moe"])
 def test_export_is_bit_exact_and_transformers_opens_it(name, shard_bytes, folders, tmp_path):
     spec, tensors = read_all(folders(name))
     write_folder(tmp_path / "out", spec, iter(tensors.items()), torch.float32, None, shard_bytes)
@@ -190,8 +198,9 @@ def test_export_is_bit_exact_and_transformers_opens_it(name, shard_bytes, folder
 def len_shards(spec, limit: int) -> int:
     count, filled = 0, limit
     for p in spec.params:
-        size = 4 * p.elements
-        count, filled = (count + 1, size) if filled + size > limit else (count, filled + size)
+        size = 4 * p.elements // len(p.stored_names)
+        for _ in p.stored_names:
+            count, filled = (count + 1, size) if filled + size > limit else (count, filled + size)
     return count
 
 

@@ -161,7 +161,8 @@ def test_plan_bound_is_never_above_the_ledger_and_near_it():
 
 
 @pytest.mark.parametrize(
-    "switches", [{"qk_norm_whole": True, "norm_place": "after"}, {"fused": True, "rotary": 8}, {"residual_scale": 0.2}]
+    "switches",
+    [{"qk_norm_whole": True, "norm_place": "after"}, {"fused": True, "rotary": 8}, {"residual_scale": 0.2}, {"experts": 8, "top_k": 2}],
 )
 def test_plan_bound_holds_for_models_of_other_families(switches: dict):
     found = of_bound(range(30), **switches)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
+from longshift.model.experts import Experts, plan_routes, route
 from longshift.model.functions import (
     WRITTEN_OUT,
     AdaptedLinear,
@@ -258,10 +259,29 @@ class Block(Unit):
         return x_TD + self.post_norm(self.row_linear(o_TNH.flatten(1), "o", ops), "post1")
 
     def mlp(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        """The residual stream after the MLP."""
+        """The residual stream after the MLP, or after the experts."""
+        if self.spec.experts:
+            return x_TD + self.post_norm(self.experts(self.pre_norm(x_TD, "norm2")), "post2")
         return x_TD + self.post_norm(
             self.row_linear(self.hidden(ops.enter(self.pre_norm(x_TD, "norm2"))), "down", ops),
             "post2",
+        )
+
+    def experts(self, h_TD: Tensor) -> Tensor:
+        """What the experts of each token make of it. Ranks that share tokens each have all
+        experts, so that none of them enters or leaves."""
+        spec = self.spec
+        experts_TK, weights_TK = route(self.linear(h_TD, "router"), spec.top_k, spec.norm_top_k)
+        routes = plan_routes(experts_TK, spec.experts)
+        return Experts.apply(  # pyright: ignore[reportReturnType]
+            h_TD,
+            weights_TK,
+            routes,
+            self.expert_gate,
+            self.expert_up,
+            self.expert_down,
+            spec.activation,
+            self.by,
         )
 
     def pre_norm(self, x_TD: Tensor, role: str) -> Tensor:

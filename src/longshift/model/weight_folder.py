@@ -38,21 +38,22 @@ class _TensorFolder:
     """The tensors of safetensors files in a folder, verified against weights of the parameter table
     when opened. Values are read on demand.
 
-    `files`: opened, by path. `places`: by the name of a weight, its file and the name that it has
-    there; `others`: the file of each tensor that is none of the weights. `faults`: a line for each
-    tensor that is missing or there twice, or has another shape or dtype than something `says`;
-    `names`: those under which a weight may be stored, the usual one first.
+    `files`: opened, by path. `places`: by the name of a weight, of each tensor whose rows it has,
+    its file and the name that it has there; `others`: the file of each tensor that is none of the
+    weights. `faults`: a line for each tensor that is missing or there twice, or has another shape
+    or dtype than something `says`; `names`: those under which a tensor of a weight may be stored,
+    of its usual name, the usual one first.
     """
 
     def __init__(
         self,
         files: Sequence[Path],
         params: Iterable[Param],
-        names: Callable[[Param], Sequence[str]],
+        names: Callable[[str], Sequence[str]],
         says: str,
     ):
         self.files = {path: _open(path) for path in files}
-        self.places: dict[str, tuple[Path, str]] = {}
+        self.places: dict[str, list[tuple[Path, str]]] = {}
         self.others: dict[str, Path] = {}
         self.faults: list[str] = []
 
@@ -65,23 +66,32 @@ class _TensorFolder:
                     )
                 self.others[name] = path
 
-        # 2. Each weight under the first of its names that is there.
+        # 2. Each tensor of a weight under the first of its names that is there.
         for p in params:
-            stored_name = next((name for name in names(p) if name in self.others), None)
-            if stored_name is None:
-                self.faults.append(f"missing     {names(p)[0]} {list(p.shape)}")
-                continue
-            self.places[p.name] = self.others.pop(stored_name), stored_name
-            view = self._view(p.name)
-            if tuple(view.get_shape()) != p.shape:
-                self.faults.append(
-                    f"wrong shape {p.name}: {view.get_shape()} in the folder,"
-                    f" {says} {list(p.shape)}"
-                )
-            if view.get_dtype() not in _DTYPES:
-                self.faults.append(
-                    f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
-                )
+            self.places[p.name] = []
+            rows = p.shape[0] // len(p.stored_names)
+            for usual_name in p.stored_names:
+                self._place(p.name, usual_name, names(usual_name), [rows, *p.shape[1:]], says)
+
+    def _place(
+        self, weight: str, usual_name: str, names: Sequence[str], shape: list[int], says: str
+    ) -> None:
+        """Find a tensor of a weight, or say what is wrong with it."""
+        stored_name = next((name for name in names if name in self.others), None)
+        if stored_name is None:
+            self.faults.append(f"missing     {names[0]} {shape}")
+            return
+        place = self.others.pop(stored_name), stored_name
+        self.places[weight].append(place)
+        view = self._view(*place)
+        if list(view.get_shape()) != shape:
+            self.faults.append(
+                f"wrong shape {usual_name}: {view.get_shape()} in the folder, {says} {shape}"
+            )
+        if view.get_dtype() not in _DTYPES:
+            self.faults.append(
+                f"wrong dtype {usual_name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
+            )
 
     def check(self, title: str) -> None:
         """Raise CheckpointError with all faults under a `title`, if there are any."""
@@ -99,14 +109,22 @@ class _TensorFolder:
 
     def read(self, name: str, box: Box) -> Tensor:
         """The part of weight `name` inside `box`, on the CPU, in the dtype that the folder has."""
-        view = self._view(name)
+        places = self.places[name]
+        first_view = self._view(*places[0])
         if not box:
-            return torch.empty(box.shape, dtype=_DTYPES[view.get_dtype()])
-        with _reading(self.places[name][0]):
-            return view[tuple(slice(start, stop) for start, stop in zip(box.start, box.stop))]
+            return torch.empty(box.shape, dtype=_DTYPES[first_view.get_dtype()])
+        height = first_view.get_shape()[0]  # as that of every tensor of the weight
+        parts = []
+        for number in range(box.start[0] // height, -(-box.stop[0] // height)):
+            path, stored_name = places[number]
+            above = number * height
+            rows = slice(max(0, box.start[0] - above), min(height, box.stop[0] - above))
+            others = (slice(start, stop) for start, stop in zip(box.start[1:], box.stop[1:]))
+            with _reading(path):
+                parts.append(self._view(path, stored_name)[(rows, *others)])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _view(self, name: str) -> Any:
-        path, stored_name = self.places[name]
+    def _view(self, path: Path, stored_name: str) -> Any:
         with _reading(path):
             return self.files[path].get_slice(stored_name)
 
@@ -120,8 +138,9 @@ class WeightFolder(_TensorFolder):
     """
 
     def __init__(self, folder: Path, spec: ModelSpec):
-        def names(p: Param) -> Sequence[str]:
-            return p.name, p.name.removeprefix("model.").removeprefix("transformer.")
+        def names(usual_name: str) -> Sequence[str]:
+            short_name = usual_name.removeprefix("model.").removeprefix("transformer.")
+            return usual_name, short_name
 
         super().__init__(_weight_files(folder), spec.params, names, "config.json says")
         # A tied head is none of the table's weights.
@@ -171,7 +190,7 @@ class AdapterFolder(_TensorFolder):
         super().__init__(
             [_inside(folder, path)],
             adapters,
-            lambda p: (PEFT + p.name,),
+            lambda usual_name: (PEFT + usual_name,),
             "the model and model.lora say",
         )
         self.faults = adapter_faults(config, spec) + self.faults

@@ -150,10 +150,11 @@ def _write_weights(
     """Write files of at most `limit` bytes and, for several, their index. Raises ValueError for
     tensors that come in another order."""
     shards = _shards(spec, dtype, limit)
+    stored = _as_stored(spec, tensors)
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        saved_names = _save(folder / file, islice(tensors, len(names)), dtype)
+        saved_names = _save(folder / file, islice(stored, len(names)), dtype)
         if saved_names != names:
             raise ValueError(f"{file}: expected {', '.join(names)}, got {', '.join(saved_names)}")
         weight_map |= dict.fromkeys(names, file)
@@ -163,6 +164,15 @@ def _write_weights(
             "weight_map": weight_map,
         }
         _write_json(folder / INDEX, index)
+
+
+def _as_stored(
+    spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder: those of each expert where a weight is of all of them."""
+    for name, tensor in tensors:
+        names = spec.by_name[name].stored_names
+        yield from zip(names, tensor.chunk(len(names)))
 
 
 def _save(path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[str]:
@@ -178,13 +188,14 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
     shards: list[list[str]] = []
     filled = 0
     for p in spec.params:
-        size = p.elements * dtype.itemsize
-        # A weight larger than the limit has a file of its own.
-        if not shards or filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(p.name)
-        filled += size
+        size = p.elements // len(p.stored_names) * dtype.itemsize
+        for name in p.stored_names:
+            # A tensor larger than the limit has a file of its own.
+            if not shards or filled + size > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += size
     return shards
 
 

@@ -287,7 +287,7 @@ def _weight_traffic(cost: Cost, candidates: Candidates) -> _WeightTraffic:
     habits = cost.habits
     rates = cost.rates
     holders = candidates.holders
-    elements = sizes.block_elements / candidates.weight_ranks
+    elements = np.asarray(sizes.rank_elements(candidates.weight_ranks))
     num_ends = np.where(candidates.pp > 1, 1.0, 2.0 - sizes.tied)
     per_node = np.maximum(1, rates.fabric.per_node / candidates.weight_ranks)
     weight_bytes = elements * rates.element_bytes * habits.gathered

@@ -21,8 +21,8 @@ def switch_seconds(cost: Cost, candidates: Candidates, prefetch_bytes: float) ->
     per_node = np.minimum(fabric.per_node, world)
     nodes = np.ceil(world / per_node)
     num_ends = 2.0 - cost.spec.tied
-    elements = cost.spec.layers * sizes.block_elements + num_ends * sizes.head_elements
-    wanted = elements / pp / weight_ranks
+    blocks = cost.spec.layers * sizes.rank_elements(weight_ranks)
+    wanted = (blocks + num_ends * sizes.head_elements / weight_ranks) / pp
 
     # A slice crosses to a node once and is passed on inside it, so a rank's card carries only its
     # share of what differs between the ranks of its node.

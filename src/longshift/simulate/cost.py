@@ -77,6 +77,8 @@ class Sizes:
 
     inner            query heads * head width
     block_elements   weights of a block's matmuls
+    uncut_elements   those of them that tensor parallelism does not cut: experts and their router
+    idle_elements    those of experts that a token does not pass
     head_elements    weights of the head
     tied             1 where embeddings are the head's weights, else 0
     trained          trained weights of a block over those of its matmuls
@@ -90,6 +92,12 @@ class Sizes:
     tied: int
     trained: float = 1.0
     head_trained: float = 1.0
+    uncut_elements: int = 0
+    idle_elements: int = 0
+
+    def rank_elements(self, weight_ranks: Number) -> Number:
+        """Weights of a block's matmuls on each of so many tensor-parallel ranks."""
+        return (self.block_elements - self.uncut_elements) / weight_ranks + self.uncut_elements
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +105,13 @@ def sizes(spec: ModelSpec) -> Sizes:
     """Sizes of a model."""
     inner = spec.heads * spec.head_width
     keys = spec.kv_heads * spec.head_width
-    block_elements = spec.width * (2 * inner + 2 * keys + (2 + spec.gated) * spec.ffn)
+    mlp_elements = spec.width * (2 + spec.gated) * spec.ffn
+    block_elements = spec.width * (2 * inner + 2 * keys) + mlp_elements
+    uncut_elements = idle_elements = 0
+    if spec.experts:
+        uncut_elements = spec.experts * (mlp_elements + spec.width)
+        block_elements += uncut_elements - mlp_elements
+        idle_elements = (spec.experts - spec.top_k) * mlp_elements
     head_elements = spec.width * spec.vocab
 
     # Adapters count too: they are trained, and no weights of a block's own matmuls.
@@ -120,6 +134,8 @@ def sizes(spec: ModelSpec) -> Sizes:
         tied=int(spec.tied),
         trained=trained,
         head_trained=head_trained,
+        uncut_elements=uncut_elements,
+        idle_elements=idle_elements,
     )
 
 

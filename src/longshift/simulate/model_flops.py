@@ -13,10 +13,11 @@ def model_flops(
     sizes: Sizes, tokens: Number, pairs: Number, parameters: Number
 ) -> dict[str, np.ndarray]:
     """FLOP of one step of `tokens` with so many causal `pairs`, in each convention of the field
-    that divides by seconds and peak to an MFU. `parameters`: all weights, tied ones once."""
+    that divides by seconds and peak to an MFU. `parameters`: those that a token passes, tied ones
+    once."""
     tokens = np.asarray(tokens, dtype=float)
     pairs = np.asarray(pairs, dtype=float)
-    weights = sizes.layers * sizes.block_elements
+    weights = sizes.layers * (sizes.block_elements - sizes.idle_elements)
     # Two products forward and four backward, of 2 FLOP a pair and element of a head.
     scores = 12.0 * sizes.layers * sizes.inner * pairs
 

@@ -9,6 +9,7 @@ a pack's documents tell; its share on this rank is that of the recorded document
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd, lcm
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -206,6 +207,9 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
     # Logits of up to EVEN rows are computed at once. Attention to whole multiples of EVEN
     # is one call.
     rows = 2 * EVEN
+    if kind.spec.experts:
+        # So that each expert has as many rows, with the prime factor.
+        rows = lcm(rows, kind.spec.experts // gcd(kind.spec.experts, kind.spec.top_k))
     if kind.unit == "head":
         rows = EVEN // prime
         rows -= rows % prime == 0  # without the prime factor again

@@ -173,4 +173,4 @@ def with_adapters(
 
 def _adaptable(p: Any, layers: int) -> bool:
     """Whether a weight is the matrix of a linear layer of a block."""
-    return len(p.shape) == 2 and 1 <= p.unit <= layers
+    return p.is_linear and 1 <= p.unit <= layers

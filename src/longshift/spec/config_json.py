@@ -171,12 +171,13 @@ _NEEDS: Mapping[str, tuple[Any, str]] = {
     "lm_head_bias": (False, "needs a bias in the output head, which is not implemented"),
     "full_attn_mod": (1, "needs attention that differs between layers, which is not implemented"),
     "interpolate_factor": (1, "needs interpolated positions, which are not implemented"),
-    "num_experts": (0, "needs a mixture of experts, which is not implemented"),
-    "num_local_experts": (0, "needs a mixture of experts, which is not implemented"),
+    "num_experts": (0, "needs a mixture of experts, which this family has not"),
+    "num_local_experts": (0, "needs a mixture of experts, which this family has not"),
 }
 
 
 MAX_SIZE = 1 << 31  # of every number of a model: the ids of tensors of that width are 32 bits
+MAX_EXPERTS = 1 << 12  # each is a matmul
 MAX_BLOCKS = 1 << 12  # lists of blocks are walked, and no model has a tenth of them
 MAX_NUMBER = 1e15  # and its inverse: fp32 squares them
 

@@ -14,7 +14,7 @@ from typing import Any
 from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.files import read_small
 from longshift.other_tools import family_hint, preset_hint
-from longshift.spec.config_json import MAX_BLOCKS, Reader
+from longshift.spec.config_json import MAX_BLOCKS, MAX_EXPERTS, Reader
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.positions import (
     WindowKind,
@@ -41,6 +41,7 @@ _LLAMA_KEYS: Mapping[str, str] = {
     "init_std": "initializer_range",
 }
 _GEMMA_KEYS: Mapping[str, str] = {**_LLAMA_KEYS, "activation": "hidden_activation"}
+_EXPERT_KEYS: Mapping[str, str] = {**_LLAMA_KEYS, "ffn": "moe_intermediate_size"}
 _GPT2_KEYS: Mapping[str, str] = {
     **_LLAMA_KEYS,
     "width": "n_embd",
@@ -65,7 +66,8 @@ class Family:
     it may have blocks without rotary embedding. `gemma`: embeddings are scaled by the root of the
     width, scores by that of `query_pre_attn_scalar`, and blocks with a window turn by
     `rope_local_base_freq`. `window_every`: of so many blocks the last has no window; `caps`: what
-    absent soft caps of scores and of logits mean, for a family that has them.
+    absent soft caps of scores and of logits mean, for a family that has them. `experts`: the key
+    of their number, and what absent numbers of experts and of those of a token mean.
     """
 
     architecture: str
@@ -86,6 +88,7 @@ class Family:
     gemma: bool = False
     window_every: int = 6
     caps: tuple[float, float] | None = None
+    experts: tuple[str, int, int] | None = None
 
 
 MAX_BYTES = 1 << 20  # of a config.json: labels of a classifier are the longest that there is
@@ -151,6 +154,30 @@ FAMILIES: Mapping[str, Family] = {
         window="pattern",
         gemma=True,
         activation="gelu_pytorch_tanh",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        kv_heads=8,
+        norm_eps=1e-5,
+        theta=1e6,
+        window="all",
+        window_size=None,
+        experts=("num_local_experts", 8, 2),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True},
+        _EXPERT_KEYS,
+        kv_heads=4,
+        biases=("attention_bias",),
+        experts=("num_experts", 128, 8),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {"qk_norm_whole": True},
+        norm_eps=1e-5,
+        biases=("attention_bias",),
+        experts=("num_experts", 64, 8),
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -338,6 +365,8 @@ def _read_llama_like(read: Reader, family: Family, values: Mapping[str, Any]) ->
             _caps(read, family.caps) if family.caps else {"window_rope": read_window_rope(read)}
         )
         read.known.add("hidden_act")  # `hidden_activation` counts
+    if family.experts:
+        extras |= _read_experts(read, *family.experts)
     _check_scale(read, head_width)
     window, full_blocks = read_window(
         read, values["layers"], family.window, family.window_size, family.window_every
@@ -355,6 +384,26 @@ def _read_llama_like(read: Reader, family: Family, values: Mapping[str, Any]) ->
         "full_blocks": full_blocks,
         **extras,
     }
+
+
+def _read_experts(read: Reader, key: str, experts: int, top_k: int) -> dict[str, Any]:
+    """Experts and those of a token; `experts`, `top_k`: of absent keys."""
+    # transformers 5 saves either name.
+    other_name = "num_experts" if key == "num_local_experts" else "num_local_experts"
+    num_experts = read.size(key, read.size(other_name, experts, MAX_EXPERTS), MAX_EXPERTS)
+    chosen = read.size("num_experts_per_tok", top_k)
+    if chosen > num_experts:
+        read.fault("num_experts_per_tok", chosen, f"there are {num_experts} experts")
+        chosen = num_experts
+    read.only("decoder_sparse_step", 1, "needs blocks without experts, which are not there yet")
+    read.only("mlp_only_layers", [], "needs blocks without experts, which are not there yet")
+    read.only("router_jitter_noise", 0.0, "needs noise at the router, which is not implemented")
+    # Of a loss that is not trained with, and of the width of blocks without experts.
+    read.known |= {"router_aux_loss_coef", "output_router_logits", "intermediate_size"}
+    values = {"experts": num_experts, "top_k": chosen}
+    if key == "num_experts":  # the weights of Mixtral's experts always add up to 1
+        values["norm_top_k"] = read.flag("norm_topk_prob", False)
+    return values
 
 
 def _caps(read: Reader, defaults: tuple[float, float]) -> dict[str, Any]:
@@ -406,6 +455,12 @@ def _llama_like_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
     if family.scales:
         config |= {key: getattr(spec, name) for key, name in _SCALES.items()}
     config |= window_keys(spec, family.window)
+    if family.experts:
+        config |= {family.experts[0]: spec.experts, "num_experts_per_tok": spec.top_k}
+        if family.keys is _EXPERT_KEYS:
+            config["intermediate_size"] = spec.ffn
+        if family.experts[0] == "num_experts":
+            config["norm_topk_prob"] = spec.norm_top_k
     if family.gemma:
         scalar = round(spec.score_scale**-2, 6)
         config["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar

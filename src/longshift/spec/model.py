@@ -9,7 +9,7 @@ checkpoints and the simulator all read it.
     unit L+1        final norm and output head
 
 Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward
-width, V vocabulary."""
+width (of one expert where there are any), V vocabulary, E experts."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -102,11 +102,27 @@ class Param:
     decay: bool = True
     init: Literal["normal", "normal_out", "fan_in", "zeros", "ones"] = "normal"
     also_unit: int | None = None  # tied embeddings: the head uses it too
+    experts: int = 0  # whose matrices are its rows, one after another; a folder has one for each
     frozen: bool = False  # not trained: it has no gradient and no moments
 
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the matrix of a linear layer, where it is one of a block. A router is no
+        linear layer to PEFT."""
+        return len(self.shape) == 2 and not self.experts and self.role != "router"
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Its names in a folder: of a matrix of all experts one for each."""
+        if not self.experts:
+            return (self.name,)
+        return tuple(
+            self.name.replace(".experts.", f".experts.{expert}.") for expert in range(self.experts)
+        )
 
 
 CROSS_ENTROPY = "cross-entropy"
@@ -133,6 +149,9 @@ class ModelSpec:
     norm_eps: float = 1e-6
     activation: Literal["silu", "gelu_tanh"] = "silu"
     gated: bool = True
+    experts: int = 0  # feed-forward networks of a block that a router chooses among; 0: no router
+    top_k: int = 0  # experts of a token
+    norm_top_k: bool = True  # whether the weights of a token's experts add up to 1
     fused_qkv: bool = False  # GPT-2: one matrix, stored input-major
     fused: bool = False  # Phi-3: queries, keys and values in one matrix, gate and up in another
     qkv_bias: bool = False
@@ -171,6 +190,8 @@ class ModelSpec:
             raise ValueError(
                 f"{self.heads} query heads do not divide into {self.kv_heads} key/value heads"
             )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"a token has {self.top_k} of {self.experts} experts")
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
@@ -274,7 +295,8 @@ class ModelSpec:
         names: list[set[str]] = [set() for _ in range(self.units)]
         for p in self.params:
             is_adapter = p.role.endswith(("_lora_a", "_lora_b"))
-            if len(p.shape) != 2 or p.frozen or is_adapter:
+            # Gradients of experts are formed for all of them at once.
+            if len(p.shape) != 2 or p.frozen or is_adapter or p.experts:
                 continue
             for unit in (p.unit, p.also_unit):
                 if unit:  # unit 0 looks up
@@ -284,7 +306,8 @@ class ModelSpec:
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on
         average (causal: half its document). 6 per matmul weight that is trained, 4 per one that is
-        not, 12 * N * H per attended token and layer; look-ups and recomputation not counted."""
+        not, of experts those of a token; 12 * N * H per attended token and layer. Look-ups and
+        recomputation are not counted."""
         return self._matmul_flops + 12.0 * self.layers * self.heads * self.head_width * context
 
     @cached_property
@@ -294,8 +317,16 @@ class ModelSpec:
         for p in self.params:
             # A tied embedding is multiplied with by the head.
             if p.also_unit is not None or p.role not in ("embed", "positions"):
-                flops += p.elements * (4.0 if p.frozen else 6.0)
+                flops += self._elements_of_token(p) * (4.0 if p.frozen else 6.0)
         return flops
+
+    @cached_property
+    def active(self) -> int:
+        """Number of weights that a token passes through: of experts those of a token."""
+        return sum(map(self._elements_of_token, self.params))
+
+    def _elements_of_token(self, p: Param) -> int:
+        return p.elements // p.experts * self.top_k if p.experts else p.elements
 
 
 # By role, the names of modules as published checkpoints have them.
@@ -315,6 +346,16 @@ _LLAMA_NAMES: Mapping[str, str] = {
     "gate_up": "mlp.gate_up_proj",
     "down": "mlp.down_proj",
     "norm": "model.norm",
+    "router": "mlp.gate",
+    "expert_gate": "mlp.experts.gate_proj",
+    "expert_up": "mlp.experts.up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
+_MIXTRAL_NAMES: Mapping[str, str] = {
+    "router": "block_sparse_moe.gate",
+    "expert_gate": "block_sparse_moe.experts.w1",
+    "expert_up": "block_sparse_moe.experts.w3",
+    "expert_down": "block_sparse_moe.experts.w2",
 }
 _GPT2_NAMES: Mapping[str, str] = {
     "embed": "transformer.wte",
@@ -342,6 +383,8 @@ _NORM_NAMES: Mapping[str, Mapping[str, str]] = {  # of blocks, by `norm_place`
 def _parameter_table(spec: ModelSpec) -> Iterator[Param]:
     """All weights in canonical order, without adapters."""
     names = _GPT2_NAMES if spec.fused_qkv else {**_LLAMA_NAMES, **_NORM_NAMES[spec.norm_place]}
+    if spec.family == "mixtral":
+        names = {**names, **_MIXTRAL_NAMES}
     head_unit = spec.layers + 1
     shape = spec.vocab, spec.width
     rows = (Part(spec.vocab),)
@@ -401,14 +444,34 @@ def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
     # 2. MLP.
     if spec.norm_place != "after":
         yield from _norm(spec, names, "norm2", spec.width)
-    if spec.fused:
-        yield from _linear(spec, names, "gate_up", ffn + ffn, spec.mlp_bias)
+    if spec.experts:
+        yield from _experts(spec, names)
     else:
-        for role in ("gate", "up") if spec.gated else ("up",):
-            yield from _linear(spec, names, role, ffn, spec.mlp_bias)
-    yield from _linear(spec, names, "down", ffn, spec.mlp_bias, from_parts=True)
+        if spec.fused:
+            yield from _linear(spec, names, "gate_up", ffn + ffn, spec.mlp_bias)
+        else:
+            for role in ("gate", "up") if spec.gated else ("up",):
+                yield from _linear(spec, names, role, ffn, spec.mlp_bias)
+        yield from _linear(spec, names, "down", ffn, spec.mlp_bias, from_parts=True)
     if spec.norm_place != "before":
         yield from _norm(spec, names, "post2", spec.width)
+
+
+def _experts(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
+    """The router and the experts of a block. Tensor parallelism does not cut them: each rank sends
+    its own tokens through them."""
+    yield Param(f"{names['router']}.weight", "router", (spec.experts, spec.width), unit=0)
+    for role in ("expert_gate", "expert_up", "expert_down"):
+        is_down = role == "expert_down"
+        rows, columns = (spec.width, spec.ffn) if is_down else (spec.ffn, spec.width)
+        yield Param(
+            f"{names[role]}.weight",
+            role,
+            (spec.experts * rows, columns),
+            unit=0,
+            init="normal_out" if is_down else "normal",
+            experts=spec.experts,
+        )
 
 
 def _norm(spec: ModelSpec, names: Mapping[str, str], role: str, size: int) -> Iterator[Param]:

@@ -99,7 +99,7 @@ class PlannedTask:
         # Under a causal mask, half of a document's pairs of tokens attend.
         pairs = step_share * float(lengths**2 @ counts) / 2
         spec = task.spec
-        flops = model_flops(sizes(spec), task.tokens_per_step, pairs, spec.parameters)
+        flops = model_flops(sizes(spec), task.tokens_per_step, pairs, spec.active)
         peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
         shares = mfu(flops, seconds, task.world, peak)
         return {name: float(share) for name, share in shares.items()}
