@@ -19,7 +19,6 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from longshift.config_parts import (
-    Count,
     DataConfig,
     HomeAt,
     Layouts,
@@ -46,7 +45,6 @@ from longshift.spec.formats import (
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec
 from longshift.spec.positions import stretched
 from longshift.spec.rule import OPTIMIZERS
-from longshift.switch.options import SwitchOptions
 from longshift.train_config import LEAST_LR, TrainConfig
 from longshift.workload.groups import SLOW_FLOPS, Edge, home_layout, timeout_s
 
@@ -98,21 +96,6 @@ class ValidationConfig(Section):
     patience: Size | None = Field(
         default=None, description="the run ends after this many validations without a lower loss"
     )
-
-
-class SwitchConfig(Section):
-    """How weights move where the layout changes inside a step."""
-
-    ahead: Count = Field(
-        default=256 * UNITS["M"],
-        description=(
-            "bytes of the next layout's weights that may arrive while the one before still computes"
-        ),
-    )
-
-    @property
-    def options(self) -> SwitchOptions:
-        return SwitchOptions(ahead_bytes=self.ahead)
 
 
 class StreamConfig(Section):
@@ -193,7 +176,6 @@ class Config(Section):
     home: HomeConfig = HomeConfig()
     save: SaveConfig
     validation: ValidationConfig | None = None
-    switch: SwitchConfig = SwitchConfig()
     stream: StreamConfig = StreamConfig()
     wire: WireConfig = WireConfig()
 

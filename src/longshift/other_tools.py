@@ -5,10 +5,9 @@ The trainers are transformers' Trainer and TRL, PyTorch FSDP, DeepSpeed, Megatro
 Axolotl and LLaMA-Factory.
 
 run/config.yaml        train: {frozen: 45.0, crowded: false}
-of an older version    switch: {planner: algorithm1, ahead: 256M}
+of an older version    switch: {planner: algorithm1}
 as it is read          train: {stall_timeout: 45.0}
-                       switch: {ahead: 256M}
-what is said           switch.planner was 'algorithm1' in the run: fan_out always plans
+what is said           switch was {'planner': 'algorithm1'} in the run: fan_out always plans
 """
 
 import re
@@ -180,10 +179,15 @@ REMOVED = {
         (False,),
         "longshift check compares what comes back from disk, and a run does not: leave it out",
     ),
-    "switch.bucket": RemovedKey(
-        (32 << 20,), "a rank always sends, or receives, at most 32 MiB at one time: leave it out"
+    "switch": RemovedKey(
+        (
+            {"ahead": 256 << 20},
+            {"bucket": 32 << 20, "ahead": 256 << 20},
+            {"planner": "fan_out", "bucket": 32 << 20, "ahead": 256 << 20},
+        ),
+        "fan_out always plans, in exchanges of 32 MiB, and 256 MiB of weights arrive ahead: leave"
+        " it out",
     ),
-    "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),
     "window": RemovedKey(
         ({"gather": None, "reduce": None},),
         "as many bytes as the largest block's are always under way: leave it out",

@@ -24,6 +24,7 @@ from longshift.simulate.rates import rates
 from longshift.spec.formats import EIGHT_BITS, Format, arithmetic
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
+from longshift.switch.options import SwitchOptions
 from longshift.switch.traffic import Traffic, traffic
 from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
 from longshift.weigh.recorder import Transport
@@ -168,7 +169,7 @@ def shape_of(
         links_of(cluster, per_node, -(-config.world // per_node)),
         formats.compute_bytes,
         formats.home_bytes,
-        config.switch.options,
+        SwitchOptions(),
     )
     return StepShape(
         itinerary,

@@ -38,7 +38,6 @@ CONFIG = {
     "train": {"tokens_per_step": "4K", "steps": 10, "lr": 1e-3, "stages": [{"steps": 10, "data.max_len": "2K"}]},
     "layout": [{"upto": "256", "use": "dp2.z1"}, {"upto": "2K", "use": "tp2.chunk512.disk"}],
     "save": {"dir": "run", "every": 5},
-    "switch": {"bucket": "1M"},
 }
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -84,7 +83,6 @@ def overrides(random_: random.Random, place: Path) -> None:
         "layout",
         "save.dir",
         "stream.folder",
-        "switch.ahead",
         "validation",
     ]
     given = [f"{random_.choice([*keys, *ODD_TEXT[:8]])}={random_.choice(ODD_TEXT)}" for _ in range(random_.randint(1, 3))]

@@ -977,7 +977,6 @@ def test_the_configs_and_the_layouts_of_the_docs_are_valid():
     static = text[: text.index("layout:")] + text[text.index("save:") :]
     switched = parse_config(static + groups, ["data.max_len=32K"])
     assert len(switched.edges) == 2
-    assert switched.switch == config.switch
     for part in (of_readme, streamed):
         assert parse_config(static + part, ["data.max_len=1M"]).edges[-1].use.chunk == 64 << 10
     assert len(words) >= 20

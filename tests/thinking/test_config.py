@@ -233,7 +233,6 @@ sve: {dir: x}
         ("layout=[{upto: 1K, use: dp4}]", "the last group, dp4, ends at 1K tokens and data.max_len is 4K; write its upto: 4K"),
         ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: tp2}]", "the same number of ranks: dp4 has 4, tp2 has 2"),
         ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: pp4.v2}]", "layout (upto 4K): pp4.v2 makes 4 x 2 = 8 stages"),
-        ("switch.ahead=-1", "switch.ahead: input should be greater than or equal to 0"),
         ("layout=pp8", "pp8 makes 8 stages of at least one block, the model has 4: at most pp4"),
         ("train=3", "must be a section with the keys tokens_per_step"),
     ],

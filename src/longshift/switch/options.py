@@ -1,4 +1,4 @@
-"""How switches are planned, in a config. Apart from the planners, as a config needs no more."""
+"""How switches are planned."""
 
 from dataclasses import dataclass
 from typing import Literal

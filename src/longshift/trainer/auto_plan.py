@@ -103,7 +103,6 @@ def task_of(
         precision=config.train.precision,
         world=world,
         fixed=dict(request.fixed) | _coded_stages(config, request, world),
-        switch=config.switch.options,
         moments=config.formats.moments,
         packed=config.formats.packed,
         wire=config.formats.wire,

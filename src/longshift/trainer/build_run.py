@@ -38,6 +38,7 @@ from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, not_finite
 from longshift.switch.links import agreed, links_of
+from longshift.switch.options import SwitchOptions
 from longshift.trainer.corpus import open_on_ranks
 from longshift.trainer.facts import Facts, Fingerprints, expect
 from longshift.trainer.step_measurements import profile_here
@@ -212,7 +213,7 @@ def build_player(
         world,
         state.home,
         Precision.of(config.train.precision, config.formats.wire),
-        config.switch.options,
+        SwitchOptions(),
         replace(config.stream.options(run), checked=checked),
         links=agreed(links, world.gather_text),
         compile=config.train.compile,

@@ -105,8 +105,8 @@ class AllocationTracker:
     def track_instants(self) -> dict[Instant, dict[str, Peak]]:
         """From now on tell instants apart. Returns their snapshots, which a step will fill."""
         self.has_instants = True
-        # Peaks of the steps before would hide those of instants. What is there all the time, such as
-        # pinned pieces, raises none.
+        # Peaks of the steps before would hide those of instants. What is there all the time raises
+        # none, as pinned pieces.
         self.peaks = dict(self.now)
         self.has_new_peak = True
         self.snapshots = {}
