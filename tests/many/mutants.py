@@ -42,7 +42,8 @@ from longshift.schedule.sequence import TokenOrder
 from longshift.schedule.windows import Mask
 from longshift.spec import model
 from longshift.spec.adapters import Lora
-from longshift.spec.model import ModelSpec, Part
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Part
 from longshift.state import copies as copies_module
 from longshift.state.copies import AlignedCopies
 from longshift.state.home import Shard

@@ -12,7 +12,8 @@ from longshift.errors import UsageError
 from longshift.layout import axes
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.spec.model import ModelSpec, Part, share
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Part, share
 
 AXES = axes.names()
 degree = st.integers(1, 3)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshift.spec.families import PRESETS
-from longshift.spec.model import ModelSpec, Part, share
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Part, share
 
 PUBLIC_SIZES = {
     "gpt2": 124_439_808,

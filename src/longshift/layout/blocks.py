@@ -22,7 +22,8 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import holders_of, moving_unit, pieces_of, stages_of
 from longshift.spec.formats import SCALE_EVERY as BLOCK
-from longshift.spec.model import ModelSpec, Param
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Param
 
 MAX_PACKED = 1 << 18  # elements that are packed at one time
 

@@ -52,7 +52,7 @@ from longshift.errors import UsageError, nearest, shown
 from longshift.layout import axes
 from longshift.layout.axes import Axis, Degrees
 from longshift.other_tools import layout_hint
-from longshift.spec.model import share
+from longshift.spec.param import share
 
 # A chunk that is chosen before the ranks start, from what the machine can do, as the
 # recomputation "auto" is.

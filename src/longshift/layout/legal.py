@@ -18,7 +18,8 @@ from longshift.layout import axes
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import AUTO, Layout
 from longshift.layout.placement import local_boxes
-from longshift.spec.model import ModelSpec, share
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import share
 
 # Of a document alone in its pack: the events of their pairs, half a million at this many, are lists
 # in every rank.

@@ -31,7 +31,8 @@ from itertools import pairwise
 from longshift.layout import axes
 from longshift.layout.box import Box
 from longshift.layout.layout import Coord, Layout
-from longshift.spec.model import ModelSpec, Param, Part, share
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Param, Part, share
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def strips_of(bucket: Bucket) -> Iterator[Strip]:
     # Elements, codes, vectors and scales of the pieces before, int64 [slots].
     offset, codes, vectors, scales = np.zeros((4, num_slots), np.int64)
     for piece in bucket.pieces:
-        # 1. The rows of each slot: nearly equal shares, as `spec.model.share` has them.
+        # 1. The rows of each slot: nearly equal shares, as `spec.param.share` has them.
         num_rows = piece.box.shape[0]
         share_rows, extra = divmod(num_rows, num_slots)
         rows = share_rows + (slots < extra)

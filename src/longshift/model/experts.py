@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from longshift.model.functions import Elementwise
-from longshift.spec.model import share
+from longshift.spec.param import share
 
 
 class Routes(NamedTuple):

@@ -20,7 +20,8 @@ from longshift.errors import CheckpointError, shown
 from longshift.files import read_small
 from longshift.layout.box import Box
 from longshift.spec.adapters import adapter_faults
-from longshift.spec.model import ModelSpec, Param
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Param
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,8 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import tensor_heads
 from longshift.model.decoder import Ops
 from longshift.model.kernels import Kernel
-from longshift.spec.model import ModelSpec, share
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import share
 
 
 class LayoutOps(Ops):

@@ -26,7 +26,7 @@ from longshift.dist.collectives import GatherTokens, Group, ScatterTokens
 from longshift.model.functions import Elementwise
 from longshift.model.loss import CrossEntropySum, TokenLossSum
 from longshift.parallel.seams import LayoutOps
-from longshift.spec.model import share
+from longshift.spec.param import share
 
 
 class TensorSeams(LayoutOps):

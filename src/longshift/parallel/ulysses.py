@@ -34,7 +34,7 @@ from longshift.dist.collectives import Group
 from longshift.layout.placement import heads_of
 from longshift.model.attention import match_heads
 from longshift.parallel.seams import LayoutOps
-from longshift.spec.model import share
+from longshift.spec.param import share
 
 
 class UlyssesSeams(LayoutOps):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
 from longshift.simulate.lanes import TimedWork
-from longshift.spec.model import share
+from longshift.spec.param import share
 
 
 def balance_stages(layers: int, layout: Layout, pieces: Sequence[TimedWork]) -> Layout:

@@ -16,7 +16,8 @@ from longshift.layout import axes
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Piece, pieces_of, stages_of
-from longshift.spec.model import ModelSpec, Param
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Param
 
 T = TypeVar("T")
 Side = Literal["copies", "home", "rows"]

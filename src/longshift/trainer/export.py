@@ -26,7 +26,8 @@ from longshift.model.write_folder import (
 from longshift.spec.adapters import A, B
 from longshift.spec.config_json import CARRIED
 from longshift.spec.formats import FORMATS, WeightFormat
-from longshift.spec.model import ModelSpec, Param
+from longshift.spec.model import ModelSpec
+from longshift.spec.param import Param
 from longshift.state.checkpoint import BEST, LATEST, Checkpoint
 from longshift.state.home import Source
 from longshift.state.precision import Precision

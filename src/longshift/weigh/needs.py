@@ -22,7 +22,7 @@ from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule.sequence import pack_order
 from longshift.spec.formats import Format
-from longshift.spec.model import share
+from longshift.spec.param import share
 from longshift.switch.itinerary import Itinerary
 from longshift.weigh.allocations import Peak, RankMemory
 from longshift.weigh.extrapolate_chunks import (
