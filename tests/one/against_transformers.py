@@ -26,7 +26,8 @@ from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.loss import IGNORE
 from longshift.model.weight_folder import WeightFolder
-from longshift.spec.families import FAMILIES, read_spec
+from longshift.spec.families import read_spec
+from longshift.spec.family_table import FAMILIES
 
 LENGTHS = (37, 1, 53, 2)
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 
 from longshift.errors import CheckpointError, LongshiftError, UsageError
 from longshift.model.weight_folder import WeightFolder
-from longshift.spec.families import FAMILIES, read_spec
+from longshift.spec.families import read_spec
+from longshift.spec.family_table import FAMILIES
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 257, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4},

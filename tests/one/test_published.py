@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from longshift.errors import UsageError
 from longshift.model.write_folder import write_folder
-from longshift.spec.families import FAMILIES, PRESETS, from_hugging_face, to_hugging_face
+from longshift.spec.families import PRESETS, from_hugging_face, to_hugging_face
+from longshift.spec.family_table import FAMILIES
 
 BOUND = 1e-10
 

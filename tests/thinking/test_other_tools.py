@@ -9,7 +9,8 @@ from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.other_tools import KEYS, LAYOUT_WORDS, family_hint, preset_hint
-from longshift.spec.families import FAMILIES, PRESETS, from_hugging_face, preset
+from longshift.spec.families import PRESETS, from_hugging_face, preset
+from longshift.spec.family_table import FAMILIES
 
 BASE = "model: {preset: tiny-llama}\ndata: {train: [{corpus: python}], max_len: 1K}\n"
 RUN = "train: {tokens_per_step: 4K, steps: 4, lr: 1e-3%s}\nsave: {dir: run}\n%s"

@@ -24,11 +24,12 @@ from longshift.planner import candidates as layouts
 from longshift.planner.group_seconds import GroupSeconds, stalled_s, step_seconds
 from longshift.schedule.pipeline import stage_passes
 from longshift.simulate.calibrate import fit, moved
-from longshift.simulate.cost import CODED, CODES_GAIN, FLASH3, OF_PRESETS, RECOMPUTE, REST, Cost, recompute_code, sizes
+from longshift.simulate.cost import CODED, CODES_GAIN, FLASH3, OF_PRESETS, RECOMPUTE, REST, Cost, recompute_code
 from longshift.simulate.habits import habits
 from longshift.simulate.mesh import Mesh
 from longshift.simulate.model_flops import mfu, model_flops
 from longshift.simulate.rates import OF_CPU_CURVES, Constants, Rates, rates
+from longshift.simulate.sizes import sizes
 from longshift.spec.families import preset
 
 ROOT = Path(__file__).parents[2]

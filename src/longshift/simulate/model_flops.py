@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from longshift.cluster.cluster import Number
-from longshift.simulate.cost import Sizes
+from longshift.simulate.sizes import Sizes
 
 
 def model_flops(

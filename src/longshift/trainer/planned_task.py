@@ -23,8 +23,8 @@ from longshift.planner.search import SearchResult
 from longshift.planner.task import PlanTask
 from longshift.simulate.calibrate import BAND
 from longshift.simulate.clock import in_visiting_order
-from longshift.simulate.cost import sizes
 from longshift.simulate.model_flops import mfu, model_flops
+from longshift.simulate.sizes import sizes
 from longshift.spec.formats import arithmetic
 from longshift.stream.trace import Span, events_of, save
 
