@@ -190,6 +190,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"label2id": {"LABEL_0": 0}, "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12},
         **{"n_layer": 6, "n_positions": 1024, "resid_pdrop": 0.1, "summary_first_dropout": 0.1, "vocab_size": 50257},
     },
+    "mixtral-8x7b": _config(
+        *("mixtral", "MixtralForCausalLM", "4096 14336 32 32 8 32000 32768"),
+        **{"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": 2, "num_local_experts": 8},
+        **{"output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02},
+        **{"sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0"},
+    ),
+    "qwen3-30b-a3b": _config(
+        *("qwen3_moe", "Qwen3MoeForCausalLM", "2048 6144 48 32 4 151936 40960"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "decoder_sparse_step": 1},
+        **{"head_dim": 128, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None},
+        **{"rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False},
+        **{"torch_dtype": "bfloat16", "use_sliding_window": False},
+    ),
+    "olmoe-1b-7b": _config(
+        *("olmoe", "OlmoeForCausalLM", "2048 1024 16 16 16 50304 4096"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None, "eos_token_id": 50279, "norm_topk_prob": False},
+        **{"num_experts": 64, "num_experts_per_tok": 8, "output_router_logits": False, "pad_token_id": 1, "rms_norm_eps": 1e-05},
+        **{"rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False},
+    ),
 }
 
 
@@ -205,6 +225,7 @@ def shrunk(name: str, layers: int = 4) -> dict[str, Any]:
     config |= {"pad_token_id": None} if "pad_token_id" in config else {}  # transformers keeps gradients of such a token from its embedding
     if "head_dim" in config:
         config["head_dim"] = 16
+    config |= {key: size for key, size in {"moe_intermediate_size": 24, "num_experts": 12, "num_local_experts": 5}.items() if key in config}
     if config.get("sliding_window"):
         config["sliding_window"] = 64
     return config | {key: config[key][:layers] for key in ("layer_types", "no_rope_layers") if key in config}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from against_transformers import documents, ours, random_model, read_all, theirs, worst
+from against_transformers import by_canonical_name, documents, ours, random_model, read_all, theirs, worst
 from published import PUBLISHED, shrunk
 from safetensors.torch import load_file
 
@@ -52,7 +52,8 @@ def test_the_table_is_the_model_of_transformers(name: str):
     config = PUBLISHED[name] | ({"n_layer": 4} if PUBLISHED[name]["model_type"] == "gpt2" else few)
     with torch.device("meta"):
         other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
-    assert {n: tuple(w.shape) for n, w in other.named_parameters()} == {p.name: p.shape for p in from_hugging_face(config).params}
+    weights = by_canonical_name(dict(other.named_parameters()), config["model_type"])
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == {p.name: p.shape for p in from_hugging_face(config).params}
 
 
 @pytest.mark.filterwarnings("ignore:.*asks for dropout")
