@@ -49,13 +49,14 @@ def record_traffic(
     total_sent = total_moved = total_coded = total_added = 0
 
     def shard_elements(unit: int) -> int:
-        return sum(size for owner, size in ledger.home.shards if owner == unit)
+        shards = ledger.home.shards.items()
+        return sum(size for (owner, _), size in shards if owner == unit)
 
     def updated_elements(op: Op, home: Tier) -> int:
         if op.kind == "accumulate":
             return (memory.added_bytes - total_added) // memory.weight_bytes
         if op.kind == "update" and op.unit < 0 and not ledger.steps.by_unit:
-            return sum(size for _, size in ledger.home.shards)
+            return sum(ledger.home.shards.values())
         if op.kind in ("update", "pack"):
             return shard_elements(op.unit)
         crosses_link = home != "device" and op.kind in ("gather", "await reduce")
