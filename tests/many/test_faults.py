@@ -145,7 +145,7 @@ def fail_alone(world: World) -> str:
         patch.object(loop, "train_trials", lambda config, run, resume, world, play: play(config, resume, None)),  # ranks ask together
     ):
         try:
-            list(loop.train(parse_config(SMALL_RUN), Mock(), False))
+            list(loop.train(parse_config(SMALL_RUN), Mock(), False, lambda: False, None, Mock(), Mock(), None))
         except OutOfMemoryError as fault:
             return str(fault)
     return "none"
