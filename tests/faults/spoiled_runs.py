@@ -41,14 +41,14 @@ MODEL |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_wor
 CONFIG = """
 model: {{path: {place}/model, init: scratch}}
 data: {{train: [{{path: {place}/text.txt}}], tokenizer: {place}/tokenizer.json, max_len: 48, overlong: split, cache: {place}/cache}}
-train: {{tokens_per_step: 96, steps: {steps}, lr: 1e-3, precision: float32}}
+train: {{tokens_per_step: 96, steps: {steps}, lr: {rate}, precision: float32}}
 save: {{dir: {run}, every: 1, keep: {steps}}}
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """`place`: a run folder `run`, and one of the same config, `other`. `truth`: by step, facts and the bytes of all tensors by key."""
+    """`place`: a run folder `run`, and `other`, of another learning rate. `truth`: by step, facts and the bytes of tensors by key."""
 
     place: Path
     truth: dict[int, tuple[dict, dict[str, bytes]]]
@@ -87,9 +87,9 @@ def _make(place: Path) -> None:
     train_tokenizer(iter([text]), MODEL["vocab_size"] - 1).save(str(place / "tokenizer.json"))
     (place / "model").mkdir()
     (place / "model/config.json").write_text(json.dumps(MODEL))
-    for name in ("run", "other"):
+    for name, rate in (("run", "1e-3"), ("other", "2e-3")):  # values of the other run are others
         file = place / f"{name}.yaml"
-        file.write_text(CONFIG.format(place=place, run=place / name, steps=STEPS))
+        file.write_text(CONFIG.format(place=place, run=place / name, steps=STEPS, rate=rate))
         config = load_config(file, [])
         (place / name).mkdir()
         adopt(RunFolder(place / name), config)
@@ -187,7 +187,7 @@ def _pointer(random_: random.Random, run: Path) -> None:
 
 
 def _of_the_other_run(random_: random.Random, run: Path) -> None:
-    """A checkpoint, or a file of one, of another run of the same config."""
+    """A checkpoint, or a file of one, of another run of the same model and documents."""
     other, step = made().place / "other", f"checkpoints/step-{STEPS}"
     whole = random_.random() < 0.5
     for path in sorted((other / step).iterdir()):

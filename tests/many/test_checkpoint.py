@@ -725,15 +725,17 @@ PICKLERS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "mul
 
 
 def picklers(source: str) -> list[str]:
-    """What a source imports or calls that pickles."""
+    """What a source imports or calls that pickles. Pipes do unless they carry bytes."""
     found = []
+    has_pipes = "from multiprocessing.connection import" in source
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.removeprefix("torch.").split(".")[0] in PICKLERS]
-        if isinstance(node, ast.ImportFrom) and (node.module or "").removeprefix("torch.").split(".")[0] in PICKLERS:
-            found.append(node.module or "")
+        if isinstance(node, ast.ImportFrom) and node.module != "multiprocessing.connection":
+            found += [node.module or ""] if (node.module or "").removeprefix("torch.").split(".")[0] in PICKLERS else []
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
+            found += [text] if has_pipes and node.attr in ("send", "recv") else []
             found += [text] if text in ("torch.load", "torch.save") or re.search(r"_object(_list)?$|^pickle\b", text) else []
     return found
 
@@ -743,5 +745,8 @@ def test_nothing_is_pickled():
     sources = list((Path(__file__).parents[2] / "src").rglob("*.py"))
     assert len(sources) > 40
     assert {path.name: found for path in sources if (found := picklers(path.read_text()))} == {}
+    pipes = "from multiprocessing.connection import Pipe\nPipe()[0].recv()"
     calls = ["torch.load(x)", "torch.save(x, y)", "dist.all_gather_object(x, y)", "dist.broadcast_object_list(x)"]
-    assert all(picklers(text) for text in [*calls, "import pickle", "from pickle import loads", "import torch.multiprocessing as mp"])
+    assert all(
+        picklers(text) for text in [*calls, pipes, "import pickle", "from pickle import loads", "import torch.multiprocessing as mp"]
+    )

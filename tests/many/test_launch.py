@@ -257,8 +257,8 @@ def test_once_lets_every_rank_save(folder, number, name):
 
 def test_once_lets_ranks_save_that_began_before_the_launcher_was_ready(folder, monkeypatch):
     """A machine that is busy: ranks work for a second before the launcher's next line."""
-    made = launcher._store
-    monkeypatch.setattr(launcher, "_store", lambda listener: (time.sleep(1), made(listener))[1])
+    made = launcher.open_store
+    monkeypatch.setattr(launcher, "open_store", lambda: (time.sleep(1), made())[1])
     with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3):
         run(folder, WAITS_FOR_INTERRUPT)
     assert len(list(folder.path.glob("saved-*"))) == 3

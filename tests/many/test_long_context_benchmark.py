@@ -76,7 +76,8 @@ def test_copies_are_hidden_where_they_lie_under_kernels(monkeypatch):
 
 
 def test_a_device_that_is_not_there_holds_no_more_for_twice_the_tokens_and_computes_what_arithmetic_says():
-    """Of attention a forward is 2 matmuls of half the scores, a backward 5; of the block's weights the forward is computed twice."""
+    """Of attention a forward is 2 matmuls of half the scores, a backward 5: its output is kept. Of a block's weights the forward is
+    computed twice."""
     script = str(BENCHMARKS / "gpu" / "long_context.py")
     sizes = ["--device", "fake", "--lengths", "16384", "32768", "--chunks", "4096", "--layers", "1", "--json", "--methods", "recompute"]
     command = [sys.executable, "-W", "ignore", script, *sizes, "stream kv-offload"]
@@ -84,9 +85,9 @@ def test_a_device_that_is_not_there_holds_no_more_for_twice_the_tokens_and_compu
     assert done.returncode == 0, done.stderr
     rows = {(row["method"], row["tokens"]): row for row in json.loads(done.stdout)["rows"]}
     block, head, width = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 4096 * 128256, 4096
-    for (method, tokens), row in rows.items():
+    for (_, tokens), row in rows.items():
         assert row["matmul_flops"] == tokens * (8 * block + 6 * head)
-        assert row["attention_flops"] == (9 if method == "recompute" else 7) * tokens**2 * width
+        assert row["attention_flops"] == 7 * tokens**2 * width
         assert row["other_bytes"] > 2 * 4 * (block + head)  # the update alone reads that
     held = {key: row["device_peak_gib"] for key, row in rows.items()}
     assert held["stream kv-offload", 32768] < 1.001 * held["stream kv-offload", 16384]
