@@ -121,7 +121,7 @@ LAYOUT_WORDS = _by_word(
             "u or ring where tokens are shared by themselves; tp has sequence parallelism in it"
         ),
         "fsdp hsdp full_shard deepspeed": "dp with a stage of ZeRO, as in dp8.z3",
-        "ep moe": "z1 to z3, which shard experts; there is no expert parallelism yet",
+        "ep moe": "not there yet: experts are sharded by z1 to z3",
         "ac ckpt remat checkpointing": "recompute-full or recompute-selective",
         "vpp interleaved": "v, as in pp2.v2",
         "cpu offload": "host or disk, with chunks or recompute-full",
@@ -136,10 +136,12 @@ LAYOUT_WORDS = _by_word(
 )
 FAMILIES = _by_word(
     {
-        "qwen2_moe deepseek_v2 deepseek_v3 phimoe granitemoe gpt_oss glm4_moe": "other experts",
+        "qwen2_moe deepseek_v2 deepseek_v3 phimoe granitemoe gpt_oss glm4_moe": (
+            "experts of another kind"
+        ),
         "gemma3 llava qwen2_vl qwen2_5_vl mllama llama4": "images",
         "mamba mamba2 jamba falcon_mamba rwkv zamba2 bamba": "state-space layers",
-        "deepseek grok dbrx": "other experts",
+        "deepseek grok dbrx": "experts of another kind",
         "t5 bert roberta bart mbart whisper": "an encoder",
     }
 )

@@ -62,7 +62,7 @@ def test_keys_at_the_top_and_on_the_command_line():
         ("tp2.recompute-attention", "here it is recompute-full, with as many blocks that keep all as fit"),
         ("dp2.sp2", "here it is u or ring"),
         ("fsdp8", "here it is dp with a stage of ZeRO"),
-        ("ep4", "there is no expert parallelism yet"),
+        ("ep4", "it is not there yet"),
         ("dp2.vpp2", "here it is v, as in pp2.v2"),
         ("dpp2", "did you mean 'pp2'"),
     ],
@@ -74,7 +74,8 @@ def test_layouts(layout: str, hint: str):
 
 def test_families():
     with pytest.raises(
-        UsageError, match="model_type 'gpt_oss' is not a supported model family; it needs other experts, which are not implemented"
+        UsageError,
+        match="model_type 'gpt_oss' is not a supported model family; it needs experts of another kind, which are not implemented",
     ):
         from_hugging_face({"model_type": "gpt_oss"})
     with pytest.raises(UsageError, match="did you mean 'mistral'"):
@@ -86,7 +87,7 @@ def test_families():
 
 @pytest.mark.parametrize("name", ["phimoe", "gpt-oss-20b", "qwen2-moe", "Qwen2-MoE-A14B", "deepseek-v3"])
 def test_a_preset_of_a_family_that_is_not_here_says_what_it_needs(name: str):
-    with pytest.raises(UsageError, match=f"preset '{name}' does not exist; it needs other experts, which are not implemented"):
+    with pytest.raises(UsageError, match=f"preset '{name}' does not exist; it needs experts of another kind, which are not implemented"):
         preset(name)
     with pytest.raises(UsageError, match="did you mean 'qwen3-8b'"):
         preset("qwen3-9b")

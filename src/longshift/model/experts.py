@@ -9,7 +9,8 @@ tensor or sequence parallelism each route their own, so that nothing is sent.
        └── rows ─ gate, up ─ act(gate) up w ─ down ─ sum over a token's K ── y [T, D]
 
     saved    x, gate and up [R, F] each, w and the order of rows
-    peak     + rows [R, D] and hidden [R, F] forward;  two of [R, D], three of [R, F] backward
+    peak     + one of [R, D] and of [R, F] forward;  one of [R, D], three of [R, F] backward,
+             and the gradients of the weights
 
 The number of rows and every size are known before the router speaks: what a block holds does not
 depend on where tokens go. Only the rows of each expert's matmuls do.

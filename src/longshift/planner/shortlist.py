@@ -35,6 +35,7 @@ from longshift.planner.switch_seconds import switch_seconds
 from longshift.planner.task import Edges, PlanTask
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import micro_counts
 from longshift.workload.groups import Edge
 
@@ -393,8 +394,7 @@ def _switch_costs(problem: Problem, candidates: Candidates) -> np.ndarray:
     # Layouts of one cut switch no weights.
     cuts = candidates.columns(cut_names())
     is_same_cut = (cuts[:, None] == cuts[None]).all(2)
-    prefetch_bytes = float(problem.task.switch.ahead_bytes)
-    switch_s = switch_seconds(problem.cost, candidates, prefetch_bytes)
+    switch_s = switch_seconds(problem.cost, candidates, float(SwitchOptions().ahead_bytes))
     return np.where(is_same_cut, 0.0, switch_s[None])
 
 

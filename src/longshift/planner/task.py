@@ -52,7 +52,6 @@ class PlanTask:
     world: int
     fixed: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     memory_bytes: float | None = None
-    switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
     moments: int = 2
     packed: MomentFormat = "float32"
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
@@ -129,7 +128,7 @@ class PlanTask:
             links,
             formats.compute_bytes,
             formats.home_bytes,
-            self.switch,
+            SwitchOptions(),
         )
         return StepShape(
             itinerary,

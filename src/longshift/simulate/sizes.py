@@ -39,15 +39,8 @@ class Sizes:
 @lru_cache(maxsize=64)
 def sizes(spec: ModelSpec) -> Sizes:
     """Sizes of a model."""
-    inner = spec.heads * spec.head_width
-    keys = spec.kv_heads * spec.head_width
-    mlp_elements = spec.width * (2 + spec.gated) * spec.ffn
-    block_elements = spec.width * (2 * inner + 2 * keys) + mlp_elements
-    uncut_elements = idle_elements = 0
-    if spec.experts:
-        uncut_elements = spec.experts * (mlp_elements + spec.width)
-        block_elements += uncut_elements - mlp_elements
-        idle_elements = (spec.experts - spec.top_k) * mlp_elements
+    factors = [param for param in spec.base.of_unit(1) if len(param.shape) == 2]
+    block_elements = sum(param.elements for param in factors)
     head_elements = spec.width * spec.vocab
 
     # Adapters count too: they are trained, and no weights of a block's own matmuls.
@@ -64,12 +57,12 @@ def sizes(spec: ModelSpec) -> Sizes:
         head_trained = in_head / head_elements
     return Sizes(
         layers=spec.layers,
-        inner=inner,
+        inner=spec.heads * spec.head_width,
         block_elements=block_elements,
         head_elements=head_elements,
         tied=int(spec.tied),
         trained=trained,
         head_trained=head_trained,
-        uncut_elements=uncut_elements,
-        idle_elements=idle_elements,
+        uncut_elements=sum(param.elements for param in factors if param.dim is None),
+        idle_elements=block_elements - sum(map(spec.token_elements, factors)),
     )

@@ -173,4 +173,6 @@ def with_adapters(
 
 def _adaptable(p: Any, layers: int) -> bool:
     """Whether a weight is the matrix of a linear layer of a block."""
-    return p.is_linear and 1 <= p.unit <= layers
+    # PEFT takes neither routers nor experts for linear layers.
+    is_linear = len(p.shape) == 2 and not p.experts and p.role != "router"
+    return is_linear and 1 <= p.unit <= layers

@@ -249,15 +249,16 @@ class ModelSpec:
         for p in self.params:
             # A tied embedding is multiplied with by the head.
             if p.also_unit is not None or p.role not in ("embed", "positions"):
-                flops += self._elements_of_token(p) * (4.0 if p.frozen else 6.0)
+                flops += self.token_elements(p) * (4.0 if p.frozen else 6.0)
         return flops
 
     @cached_property
     def active(self) -> int:
-        """Number of weights that a token passes through: of experts those of a token."""
-        return sum(map(self._elements_of_token, self.params))
+        """Number of weights that a token passes through."""
+        return sum(map(self.token_elements, self.params))
 
-    def _elements_of_token(self, p: Param) -> int:
+    def token_elements(self, p: Param) -> int:
+        """Elements of a weight that a token passes through: of experts those of its own."""
         return p.elements // p.experts * self.top_k if p.experts else p.elements
 
 

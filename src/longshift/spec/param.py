@@ -58,12 +58,6 @@ class Param:
         return prod(self.shape)
 
     @property
-    def is_linear(self) -> bool:
-        """Whether it is the matrix of a linear layer, where it is one of a block. A router is no
-        linear layer to PEFT."""
-        return len(self.shape) == 2 and not self.experts and self.role != "router"
-
-    @property
     def stored_names(self) -> tuple[str, ...]:
         """Its names in a folder: of a matrix of all experts one for each."""
         if not self.experts:

@@ -98,7 +98,7 @@ def model_told(run: Config) -> str:
     else:
         origin = f"random weights, from seed {run.train.seed}"
     name = model.preset or Path(model.path or "").name
-    active = f", {_count(spec.active)} of them a token" if spec.experts else ""
+    active = f" ({_count(spec.active)} active)" if spec.experts else ""
     size = (
         f"{_count(spec.parameters)} parameters{active}, {spec.layers} blocks of width {spec.width},"
         f" {spec.vocab:,} tokens"
