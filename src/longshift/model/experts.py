@@ -32,15 +32,41 @@ from longshift.model.functions import Elementwise
 from longshift.spec.param import share
 
 
+@dataclass(frozen=True)
+class ExpertBatch:
+    """Experts one after another with as many rows each, which one batched matmul serves: most often
+    one expert.
+
+    `start`, `end`: of their rows. `first`, `last`: half-open range of the experts."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+    def rows(self, x_RI: Tensor) -> Tensor:
+        """Rows of these experts, [experts, rows, I]."""
+        return x_RI[self.start : self.end].unflatten(0, (self.last - self.first, -1))
+
+    def matrices(self, weights_EOI: Tensor) -> Tensor:
+        """Their matrices, [experts, O, I]."""
+        return weights_EOI[self.first : self.last]
+
+
 class Routes(NamedTuple):
     """Which rows go through which expert.
 
     `slots_R`: of each row, sorted by expert, its place in [T, K]. `rows_TK`: of each place its
-    row. `ends`: of each expert the end of its rows."""
+    row. `experts`: E. `batches`: of those that have rows."""
 
     slots_R: Tensor
     rows_TK: Tensor
-    ends: tuple[int, ...]
+    experts: int
+    batches: tuple[ExpertBatch, ...]
+
+    def by_expert(self, weights: Tensor) -> Tensor:
+        """A matrix of all experts as one for each, [E, O, I]."""
+        return weights.unflatten(0, (self.experts, -1))
 
 
 def route(logits_TE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -65,7 +91,8 @@ def plan_routes(experts_TK: Tensor, experts: int) -> Routes:
     rows_TK = slots_R.argsort().view_as(experts_TK)
     # Without numbers nothing says where tokens go.
     find_ends = even_ends if sorted_R.is_meta else row_ends
-    return Routes(slots_R, rows_TK, find_ends(sorted_R, experts))
+    ends = find_ends(sorted_R, experts)
+    return Routes(slots_R, rows_TK, experts, tuple(_batches(ends)))
 
 
 def row_ends(sorted_R: Tensor, experts: int) -> tuple[int, ...]:
@@ -77,6 +104,17 @@ def row_ends(sorted_R: Tensor, experts: int) -> tuple[int, ...]:
 def even_ends(sorted_R: Tensor, experts: int) -> tuple[int, ...]:
     """The same where each expert has as many rows."""
     return tuple(share(len(sorted_R), experts, expert)[1] for expert in range(experts))
+
+
+def _batches(ends: tuple[int, ...]) -> Iterator[ExpertBatch]:
+    """The batches of experts that have rows. `ends`: of the rows of each expert."""
+    starts = (0, *ends)
+    first = 0
+    for height, members in groupby(end - start for start, end in pairwise(starts)):
+        last = first + len(list(members))
+        if height:
+            yield ExpertBatch(starts[first], starts[last], first, last)
+        first = last
 
 
 class Experts(torch.autograd.Function):
@@ -104,7 +142,8 @@ class Experts(torch.autograd.Function):
         ctx.save_for_backward(
             x_TD, weights_TK, routes.slots_R, routes.rows_TK, gate_RF, up_RF, gate, up, down
         )
-        ctx.ends = routes.ends
+        ctx.experts = routes.experts
+        ctx.batches = routes.batches
         ctx.activation = activation
         ctx.by = by
         hidden_RF = by.gated(gate_RF, up_RF, activation)
@@ -114,7 +153,7 @@ class Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TD, weights_TK, slots_R, rows_TK, gate_RF, up_RF, gate, up, down = ctx.saved_tensors
-        routes = Routes(slots_R, rows_TK, ctx.ends)
+        routes = Routes(slots_R, rows_TK, ctx.experts, ctx.batches)
         _, needs_weights, _, trains_gate, trains_up, trains_down, _, _ = ctx.needs_input_grad
         tokens_R = slots_R // weights_TK.shape[1]
         weight_R1 = _of_rows(weights_TK, routes)
@@ -143,68 +182,38 @@ class Experts(torch.autograd.Function):
         d_up = _weight_grad(d_up_RF, rows_RD, up, routes) if trains_up else None
         del rows_RD
         d_rows_RD = _times_transposed(d_gate_RF, gate, routes)
-        for batch in _batches(routes):
-            batch.rows(d_rows_RD).baddbmm_(batch.rows(d_up_RF), batch.matrices(up))
+        up_EFD = routes.by_expert(up)
+        for batch in routes.batches:
+            batch.rows(d_rows_RD).baddbmm_(batch.rows(d_up_RF), batch.matrices(up_EFD))
         d_x_TD = _sum_of_tokens(d_rows_RD, routes)
         return d_x_TD, d_weights_TK, None, d_gate, d_up, d_down, None, None
 
 
-@dataclass(frozen=True)
-class ExpertBatch:
-    """Experts one after another with as many rows each, which one batched matmul serves: most often
-    one expert.
-
-    `start`, `end`: of their rows. `first`, `last`: half-open range of the experts, of `total`."""
-
-    start: int
-    end: int
-    first: int
-    last: int
-    total: int
-
-    def rows(self, x_RI: Tensor) -> Tensor:
-        """Rows of these experts, [experts, rows, I]."""
-        return x_RI[self.start : self.end].unflatten(0, (self.last - self.first, -1))
-
-    def matrices(self, weights: Tensor) -> Tensor:
-        """Their matrices, [experts, O, I]."""
-        return weights.unflatten(0, (self.total, -1))[self.first : self.last]
-
-
-def _batches(routes: Routes) -> Iterator[ExpertBatch]:
-    """The batches of experts that have rows."""
-    starts = (0, *routes.ends)
-    heights = [end - start for start, end in pairwise(starts)]
-    first = 0
-    for height, members in groupby(heights):
-        last = first + len(list(members))
-        if height:
-            yield ExpertBatch(starts[first], starts[last], first, last, len(heights))
-        first = last
-
-
 def _times(rows_RI: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     """Each row times the matrix [O, I] of its expert: [R, O]."""
-    out_RO = rows_RI.new_empty(len(rows_RI), len(weights) // len(routes.ends))
-    for batch in _batches(routes):
-        torch.bmm(batch.rows(rows_RI), batch.matrices(weights).mT, out=batch.rows(out_RO))
+    weights_EOI = routes.by_expert(weights)
+    out_RO = rows_RI.new_empty(len(rows_RI), weights_EOI.shape[1])
+    for batch in routes.batches:
+        torch.bmm(batch.rows(rows_RI), batch.matrices(weights_EOI).mT, out=batch.rows(out_RO))
     return out_RO
 
 
 def _times_transposed(rows_RO: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     """Each row times the transposed matrix of its expert: [R, I]."""
-    out_RI = rows_RO.new_empty(len(rows_RO), weights.shape[1])
-    for batch in _batches(routes):
-        torch.bmm(batch.rows(rows_RO), batch.matrices(weights), out=batch.rows(out_RI))
+    weights_EOI = routes.by_expert(weights)
+    out_RI = rows_RO.new_empty(len(rows_RO), weights_EOI.shape[2])
+    for batch in routes.batches:
+        torch.bmm(batch.rows(rows_RO), batch.matrices(weights_EOI), out=batch.rows(out_RI))
     return out_RI
 
 
 def _weight_grad(left_RO: Tensor, right_RI: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     """The gradient of a matrix of all experts; zeros of an expert without rows."""
     grad = torch.zeros_like(weights)
-    for batch in _batches(routes):
+    grad_EOI = routes.by_expert(grad)
+    for batch in routes.batches:
         left_OR = batch.rows(left_RO).mT
-        torch.bmm(left_OR, batch.rows(right_RI), out=batch.matrices(grad))
+        torch.bmm(left_OR, batch.rows(right_RI), out=batch.matrices(grad_EOI))
     return grad
 
 
