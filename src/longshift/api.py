@@ -392,7 +392,11 @@ def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) ->
             command += ["--on", on]
         if resume:
             command += [*name_changes(config, silent), "--resume"]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        # In a group of its own, Ctrl-C does not reach it beside the signal that is sent below: a
+        # second one would end it before it has saved.
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, encoding="utf-8", process_group=0
+        )
         assert child.stdout is not None
         row = {}
         try:
@@ -403,7 +407,11 @@ def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) ->
         finally:  # a caller that leaves the loop stops the run, which saves
             if child.poll() is None:
                 child.send_signal(signal.SIGINT)
-            child.communicate()
+            try:
+                child.communicate()
+            except KeyboardInterrupt:
+                child.send_signal(signal.SIGINT)  # the second, which ends it at once
+                raise
             code = child.returncode
     if code:  # the last row is the error
         kind = getattr(errors, row.get("kind", ""), LongshiftError)

@@ -41,9 +41,12 @@ def refused(fault: OSError, name: str = "") -> LongshiftError:
     reason = fault.strerror or str(fault)
     if fault.errno in NO_ROOM:
         return OutOfMemoryError(
-            f"{name} cannot be written: {reason}; make room, then go on with --resume=auto"
+            f"{name} cannot be written: {reason}; make room, then run the command again (a run goes"
+            " on with --resume=auto)"
         )
-    return CheckpointError(f"{name} cannot be written: {reason}")
+    # A disk that fails may do so when it is read.
+    what = "read or written" if fault.errno in (errno.EIO, errno.ESTALE) else "written"
+    return CheckpointError(f"{name} cannot be {what}: {reason}")
 
 
 def is_no_room(fault: Exception) -> bool:
@@ -169,7 +172,8 @@ def sync(path: Path) -> None:
 def rewrite(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new, never a part. Raises OSError;
     then nothing is left behind."""
-    new_file = path.with_name(f".{path.name}-{os.getpid()}")
+    # Processes of other machines may write it too, and have the same number.
+    new_file = path.with_name(f".{path.name}-{os.getpid()}{time.time_ns()}")
     try:
         new_file.write_text(text, encoding="utf-8")
         # Atomic within a file system.

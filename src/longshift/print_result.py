@@ -1,6 +1,7 @@
 """A result of a command as a frozen value, and how it is shown: as JSON, as lines and tables, or in
 a notebook."""
 
+import errno
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -106,6 +107,14 @@ def print_result(result: CommandResult, as_json: bool) -> None:
         )
 
 
+class OutputConsole(Console):
+    """Standard output. That nobody reads it is an error, which `terminal.read_or_not` expects."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises BrokenPipeError, where rich ends the process."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads standard output")
+
+
 def plain_console() -> Console:
     """Standard output, for tables."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    return OutputConsole(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)

@@ -42,7 +42,7 @@ layout: {layout}                            # dp: replicas, tp: tensor, pp: pipe
 #   - {{upto: {short}, use: dp2, pack: {max_len}}}   # in packs of up to so many tokens, of upto if not given
 #   - {{upto: {max_len}, use: tp2}}
 
-save: {{dir: runs/{name}, every: 50, keep: 3}}
+save: {{dir: {run}, every: 50, keep: 3}}
 """  # noqa: E501
 
 
@@ -71,7 +71,7 @@ def starter(model: str, data: Sequence[str]) -> str:
         lr="2e-5" if is_folder else "3e-3",
         precision="bf16" if is_folder else "float32",
         layout="dp1" if is_folder else "dp2",
-        name=Path(model).resolve().name if is_folder else model,
+        run=_scalar(f"runs/{Path(model).resolve().name if is_folder else model}"),
     )
 
 

@@ -6,7 +6,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from html import escape
 from typing import Any, TextIO
@@ -15,6 +15,16 @@ from longshift.errors import printable
 
 Say = Callable[[str], None]  # tells a person a line, as `say` and `silent` do
 UNREAD = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF)  # of a stream that nobody reads
+
+
+def short_number(value: float, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P", "E")) -> str:
+    """Three digits and a prefix, one for each power of a thousand: `"12.3 k"` of 12345."""
+    power = 0
+    # Above, three digits would need an exponent.
+    while abs(value) >= 999.5 and power + 1 < len(prefixes):
+        value /= 1000
+        power += 1
+    return f"{value:.3g} {prefixes[power]}"
 
 
 def open_streams() -> None:

@@ -18,8 +18,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from rich.console import Console
-
 from longshift import api
 from longshift.cluster.host import core_count, forks_ranks
 from longshift.config import Config
@@ -28,7 +26,7 @@ from longshift.dist.launcher import call_this_process, describe_place, place, ra
 from longshift.dist.ranks import Seed
 from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
-from longshift.print_result import print_result
+from longshift.print_result import OutputConsole, print_result
 from longshift.stream.trace import writable
 from longshift.terminal import read_or_not, say, silent
 from longshift.trainer.display import Display
@@ -71,7 +69,8 @@ class TrainCommand:
 
     def explain(self, run: Config) -> None:
         """Say what a step will do. Raises UsageError."""
-        run = self._choose(run, self.resume, None).run
+        resume = self.resume or (self.resume_auto and RunFolder(Path(run.save.dir)).latest.exists())
+        run = self._choose(run, resume, None).run
         for explanation in api.explain(run, per_node=ranks_per_node(run.world)):
             print_result(explanation, self.json)
 
@@ -86,7 +85,7 @@ class TrainCommand:
             Seed(_load, partial(_work, main=main)) if may_fork else nullcontext() as seed,
             self._ray_devices(run) if self.on else nullcontext() as devices,
         ):
-            console = Console(highlight=False)
+            console = OutputConsole(highlight=False)
             header = Header(console, console.is_terminal and self.rank == 0 and not self.json)
             header.begin(run, self.config)
             resume = self.resume or (self.resume_auto and RunFolder(Path(run.save.dir)).begun())

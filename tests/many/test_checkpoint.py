@@ -364,7 +364,7 @@ def test_ranks_with_other_tokens_are_refused(call, place, tmp_path):
     (other / "text.txt").write_text("def other(): pass")
     configs = [config(where, tmp_path / "run", "dp2") for where in (place, other)]
     said = {answer["said"].split(": ", 2)[2] for answer in call(2, "open_tokens", configs=configs, machines=["a", "b"])}
-    assert said == {"the tokens are not the same on all ranks: every machine needs the same files of data.train"}
+    assert said == {"the tokens are not the same on all ranks: every machine needs the same files"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- damage

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,11 @@ from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
-from longshift.errors import UsageError
+from longshift.errors import CheckpointError, UsageError
 from longshift.trainer import loop
 from longshift.trainer.build_run import stages_of
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.run_folder import prepare, read_config
-from longshift.trainer.step_callback import StepCallback
 from longshift.trainer.step_trace import StepTrace
 
 CONFIG = """
@@ -295,11 +295,40 @@ def test_a_stop_at_the_end_of_a_stage_ends_the_run(place, tmp_path, capfd):
 def test_a_stop_at_the_last_step_of_a_trial_ends_the_run(place, tmp_path):
     """Of `layout: auto`: the next trial has no step."""
     config = config_of(place, tmp_path / "run")
-    callback = StepCallback("hooks:watch", None)
-    callback.request.stop = "enough"
-    context = loop.RunContext(tmp_path / "run", World.alone(), StepTrace(None, World.alone()), callback=callback)
+    context = loop.RunContext(tmp_path / "run", World.alone(), StepTrace(None, World.alone()), is_ending=True)
     (stage,) = stages_of(config)
     assert list(loop._train_with(context, stage, True, config, False, 4)) == []
+
+
+def test_a_save_that_fails_when_the_loop_is_left_is_an_error(place, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(loop.StageRun, "save", full)
+    steps = ls.train(config_of(place, tmp_path / "run"))
+    next(steps)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        steps.close()
+
+
+LOOP = """
+import longshift as ls, sys
+for step in ls.train(sys.argv[1]):
+    print(step.step, flush=True)
+"""
+
+
+def test_control_c_of_a_loop_saves_though_every_process_of_the_terminal_gets_it(place, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(config_of(place, tmp_path / "run", "dp2", "train.steps=1000").to_yaml())
+    child = subprocess.Popen([sys.executable, "-c", LOOP, file], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "1\n"
+        os.killpg(child.pid, signal.SIGINT)
+        assert child.wait(60) == -signal.SIGINT
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    assert (tmp_path / "run/LATEST").read_text() == f"step-{rows[-1]['step']}\n"
 
 
 def test_a_function_cannot_go_to_other_processes(place, tmp_path):

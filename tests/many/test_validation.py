@@ -202,6 +202,15 @@ def test_the_best_checkpoint_is_of_all_stages(place, tmp_path):
     assert (tmp_path / "early/BEST").read_text() == f"step-{best}\n"
 
 
+def test_patience_that_ends_with_a_stage_ends_the_run(place, tmp_path):
+    overrides = "train.lr=0.3", "train.schedule=constant", "validation={every: 1, tokens: 300, patience: 2}"
+    steps = len(trained(config_of(place, tmp_path / "run", "dp1", *overrides, "train.steps=20")))
+    assert steps < 20
+    stages = f"train.stages=[{{steps: {steps}}}, {{steps: 2}}]"
+    found = trained(config_of(place, tmp_path / "staged", "dp1", *overrides, f"train.steps={steps + 2}", stages))
+    assert [metrics.early for metrics in found] == [False] * (steps - 1) + [True]
+
+
 def test_what_cannot_be(place, tmp_path):
     for overrides, why in (
         (("data.held_out=null",), "validation needs documents"),

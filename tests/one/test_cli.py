@@ -1067,7 +1067,8 @@ def test_a_command_whose_output_has_no_room_fails(place, longshift, command):
     line = f"{shlex.quote(sys.executable)} -m longshift.cli {command} > /dev/full"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     assert done.returncode == 7
-    assert done.stderr.endswith("longshift: a file cannot be written: No space left on device; make room, then go on with --resume=auto\n")
+    hint = "make room, then run the command again (a run goes on with --resume=auto)"
+    assert done.stderr.endswith(f"longshift: a file cannot be written: No space left on device; {hint}\n")
     assert "Traceback" not in done.stderr
     line = f"set -o pipefail; {shlex.quote(sys.executable)} -m longshift.cli {command} | true"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)

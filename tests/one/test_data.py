@@ -70,7 +70,7 @@ BAD_LINES = [
     (b"\n", 0, "line is empty"),
     (b"   \n", 0, "line is empty"),
     (b'["text"]\n', 0, "a JSON list, where one object"),
-    (b'{"txt": "a", "n": 1}\n', 0, r"no field 'text' \(data.train\), only 'txt', 'n'; did you mean format: {text: txt}\?"),
+    (b'{"txt": "a", "n": 1}\n', 0, r"no field 'text', only 'txt', 'n'; did you mean format: {text: txt}\?"),
     (b'{"text": null}\n', 0, "'text' holds NoneType, where a string"),
     (b'{"text": 3}\n', 0, "'text' holds int, where a string"),
     (b'{"text": ""}\n', 0, "'text' is empty"),
@@ -79,12 +79,20 @@ BAD_LINES = [
 ]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_a_mark_at_the_beginning_counts_as_bytes_of_the_file(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b'\xef\xbb\xbf{"text": "ab\xff"}\n')
+    with pytest.raises(DataError, match=r"byte 15: not UTF-8: invalid start byte \(0xff\)"):
+        texts(Source(path=str(path)))
+
+
 @pytest.mark.parametrize(("line", "at", "why"), BAD_LINES)
 def test_a_bad_line_is_named_by_file_line_and_byte(tmp_path, line, at, why):
-    good = '{"text": "gut, sagt Frau Müller"}\n'.encode()
+    good = '\ufeff{"text": "gut, sagt Frau Müller"}\n'.encode()
     path = tmp_path / "a.jsonl"
-    path.write_bytes(good + good + line + good)
-    with pytest.raises(DataError, match=rf"a\.jsonl, line 3, byte {2 * len(good) + at}: .*{why}"):
+    path.write_bytes(good + good[3:] + line + good[3:])
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 3, byte {2 * len(good) - 3 + at}: .*{why}"):
         texts(Source(path=str(path)))
 
 
@@ -111,7 +119,7 @@ def test_bad_tables_are_named_by_file_and_row(tmp_path):
     refused(pa.table({"text": ["a", None]}), "row 1: 'text' holds NoneType")
     refused(pa.table({"text": ["a", "b", ""]}), "row 2: 'text' is empty")
     refused(pa.table({"text": [1, 2]}), "row 0: 'text' holds int64")
-    refused(pa.table({"content": ["a"]}), r"no field 'text' .* did you mean format: {text: content}\?")
+    refused(pa.table({"content": ["a"]}), r"no field 'text', .* did you mean format: {text: content}\?")
     refused(pa.table({"text": pa.array([], pa.string())}), "no rows")
     not_utf8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 1, 3], np.int32)), pa.py_buffer(b"ab\xff"))
     refused(pa.table({"text": not_utf8}), "row 1: 'text' is not UTF-8")

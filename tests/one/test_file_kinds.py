@@ -83,7 +83,7 @@ def test_tables_of_text_are_rows(tmp_path):
     assert texts(Source(path=str(tmp_path / "a.csv.gz"))) == ["x", "y"]
     for written, why in (
         ("id,body\n1,a\n2\n", "line 3: 1 fields, where the first line names 2"),
-        ("id,txt\n1,a\n", r"no field 'body' \(data.train\), only 'id', 'txt'"),
+        ("id,txt\n1,a\n", r"no field 'body', only 'id', 'txt'"),
         ('id,body\n1,"a" b\n', "line 2: not CSV"),
         ("body,body\na,b\n", "'body' is the name of 2 columns"),
         ("body\n", "there are no rows"),
@@ -114,6 +114,11 @@ def test_all_strings_of_arrow_are_strings(tmp_path, name):
     (tmp_path / "part-0").write_bytes((tmp_path / "a.parquet").read_bytes())
     for file in ("file.arrow", "stream.arrow", "a.parquet", "part-0"):
         assert texts(Source(path=str(tmp_path / file))) == TEXTS, file
+
+
+def test_a_text_may_begin_as_a_compressed_file_does(tmp_path):
+    (tmp_path / "a.txt").write_text("BZhang wrote this.")
+    assert texts(Source(path=str(tmp_path / "a.txt"))) == ["BZhang wrote this."]
 
 
 def test_a_mark_at_the_beginning_and_blank_lines_at_the_end_are_no_text(tmp_path):

@@ -26,8 +26,9 @@ from longshift.model import kernels
 from longshift.model.chosen_kernel import probe
 from longshift.profile import bench, run, time_attention, time_compute, time_copies, time_links
 from longshift.profile.bench import FEWEST, MOST, Bench, CurveSpec, curve_of
-from longshift.profile.report import FAMILIES, rate, show, si
+from longshift.profile.report import FAMILIES, rate, show
 from longshift.reports.plan_page import write_profile
+from longshift.terminal import short_number
 
 CPU = torch.device("cpu")
 
@@ -288,7 +289,7 @@ def test_rates():
     assert rate("matmul bf16", (2, 3, 4), 2.0) == (24.0, "FLOP/s")
     assert rate("attention flash bf16 forward causal 8/2x64", (4,), 1.0) == (4 * 4 * 4 * 8 * 64 / 2, "FLOP/s")
     assert rate("all_gather node", (2, 100), 4.0) == (25.0, "B/s")
-    assert [si(value) for value in (0.5, 999, 1234, 5.678e10)] == ["0.5 ", "999 ", "1.23 K", "56.8 G"]
+    assert [short_number(value) for value in (0.5, 999, 999.6, 1234, 5.678e10)] == ["0.5 ", "999 ", "1 k", "1.23 k", "56.8 G"]
 
 
 def test_charts_in_one_file(here, tmp_path):

@@ -59,11 +59,15 @@ def test_no_rank_needs_more_than_those_that_are_weighed(text: str):
     assert largest_need(memory_needs(run, run.edges, "gloo", True)).device.total == max(every)
 
 
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("text", ["dp1", "recompute-full", "recompute-selective", "u2", "ring2"])
-def test_no_pack_of_a_gpu_needs_more_than_the_one_that_is_weighed(text: str, kv_heads: int):
-    """Of a model whose peak is attention's. Documents of many lengths: with kernels that are cut for them, in calls of their own or not."""
+def test_no_pack_of_a_gpu_needs_more_than_the_one_that_is_weighed(text: str, kv_heads: int, windowed: bool):
+    """Of a model whose peak is attention's. Documents of many lengths: with kernels that are cut for them, in calls of their own or not.
+    Of two blocks, the first may have a window."""
     spec = ModelSpec("llama", 61, 64, 2, 8, kv_heads, 32, 32, 1 << 16, rope=Rope())
+    if windowed:
+        spec = replace(spec, sliding_window=512, full_blocks=(2,))
     layout, rng = Layout.parse(text), random.Random(1)
     for upto, capacity in ((16384, 32768), (32768, 32768), (5000, 32768)):
         edges = (Edge(upto, layout, capacity),)

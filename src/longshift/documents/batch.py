@@ -102,12 +102,17 @@ class Batches:
         self.cache = cache
         self._tokens_per_step = tokens_per_step
         self.spans: Spans = spans(cache.lengths, max_len, overlong or "split")
-        if held:
-            self.spans = self.spans.of(~held_out(self.spans.document, held))
         if not len(self.spans):
             raise DataError(
                 f"data.overlong: drop leaves nothing: all {len(cache)} documents are longer than"
                 f" max_len: {max_len}"
+            )
+        if held:
+            self.spans = self.spans.of(~held_out(self.spans.document, held))
+        if not len(self.spans):
+            raise DataError(
+                f"data.held_out: {held} leaves no document to train on: lower it, or name others to"
+                " validate on as data.valid"
             )
         self.order = self._mixture(seed, sources) or Order(len(self.spans), seed)
 

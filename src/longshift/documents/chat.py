@@ -73,13 +73,17 @@ def render_record(
         )
 
     # 2. Messages are one conversation, whose last turn is the completion.
-    parts = [_messages(value) for value in values]
+    parts: list[list[dict[str, Any]]] = []
+    for value in values:
+        parts.append(_messages(value, first=1 + sum(map(len, parts))))
     if is_completion and [message["role"] for message in parts[-1]] != ["assistant"]:
         raise BadRecord(
             "a completion of messages is one message of the role assistant; write longer ones as"
             " messages"
         )
-    chat = _chat([message for part in parts for message in part], extra, day)
+    messages = [message for part in parts for message in part]
+    _check_learned(messages, learn)
+    chat = _chat(messages, extra, day)
     if learn != "all" and not any(message["role"] == "assistant" for message in chat.messages):
         raise BadRecord("no message is of the role assistant, so there is nothing to learn")
     return _render(chat, "last" if is_completion and learn != "all" else learn, notes)
@@ -113,7 +117,7 @@ def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) 
         variables = {"documents": _parsed(extra["documents"])} | variables
 
     # 3. Which messages the record says to learn.
-    learned = [_is_learned(message, number) for number, message in enumerate(messages, 1)]
+    learned = [_is_learned(message) for message in messages]
     plain = [
         {name: value for name, value in message.items() if name not in LEARNED}
         for message in messages
@@ -121,21 +125,34 @@ def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) 
     return Chat(plain, _parsed(extra.get("tools")), variables, day, learned)
 
 
-def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
-    """What a message says of itself: whether it is learned, or None. Raises BadRecord for what
-    cannot be done."""
-    flags = {name: message[name] for name in LEARNED if name in message}
-    for name, value in flags.items():
-        if value not in (0, 1):
-            raise BadRecord(
-                f"message {number}: {name} is {value!r}, where 0 or 1, true or false is needed"
-            )
+def _is_learned(message: Mapping[str, Any]) -> bool | None:
+    """What a message says of itself: whether it is learned, or None."""
+    return next((bool(message[name]) for name in LEARNED if name in message), None)
 
-    # Trainers have different fields for this, and a message may have those of several.
-    verdicts = {bool(value) for value in flags.values()}
-    if len(verdicts) > 1:
-        raise BadRecord(f"message {number}: {' and '.join(flags)} do not say the same")
-    return next(iter(verdicts), None)
+
+def _check_learned(messages: Sequence[Mapping[str, Any]], learn: Learn) -> None:
+    """Raises BadRecord where a message says of itself what cannot be done."""
+    for number, message in enumerate(messages, 1):
+        flags = {name: message[name] for name in LEARNED if name in message}
+        for name, value in flags.items():
+            if value not in (0, 1):
+                raise BadRecord(
+                    f"message {number}: {name} is {value!r}, where 0 or 1, true or false is needed"
+                )
+        # Trainers have different fields for this, and a message may have those of several.
+        if len(set(map(bool, flags.values()))) > 1:
+            raise BadRecord(f"message {number}: {' and '.join(flags)} do not say the same")
+
+        # Only turns of the assistant can be chosen by message: others are learned with learn: all,
+        # and never without.
+        if message["role"] != "assistant" and _is_learned(message) is (learn != "all"):
+            wish = "is not to be learned, and learn: all learns all"
+            if learn != "all":
+                wish = "is to be learned, and only the assistant's are"
+            names = " or ".join(LEARNED)
+            raise BadRecord(
+                f"message {number}, of the role {message['role']}, {wish}: leave {names} out of it"
+            )
 
 
 def _render(chat: Chat, learn: Learn, notes: RecordNotes) -> RenderedConversation:
@@ -145,17 +162,6 @@ def _render(chat: Chat, learn: Learn, notes: RecordNotes) -> RenderedConversatio
             "messages need a chat template, and none comes with the tokenizer; write data.template:"
             " FILE"
         )
-    # Only turns of the assistant can be chosen by message: others are learned with learn: all, and
-    # never without.
-    for number, (message, is_learned) in enumerate(zip(chat.messages, chat.learned), 1):
-        if message["role"] != "assistant" and is_learned is (learn != "all"):
-            wish = "is not to be learned, and learn: all learns all"
-            if learn != "all":
-                wish = "is to be learned, and only the assistant's are"
-            names = " or ".join(LEARNED)
-            raise BadRecord(
-                f"message {number}, of the role {message['role']}, {wish}: leave {names} out of it"
-            )
     try:
         check_unmarked([chat.messages, chat.tools, chat.variables])
         rendered = notes.template.render(chat, learn)
@@ -167,10 +173,10 @@ def _render(chat: Chat, learn: Learn, notes: RecordNotes) -> RenderedConversatio
     return rendered
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
+def _messages(value: object, first: int) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise BadRecord(f"{_kind(value)}, where a list of messages is needed")
-    return [_message(entry, number) for number, entry in enumerate(value, 1)]
+    return [_message(entry, number) for number, entry in enumerate(value, first)]
 
 
 def _message(entry: object, number: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import io
 import json
 import lzma
 import os
+import re
 import zlib
 from typing import BinaryIO, Literal, cast
 
@@ -32,9 +33,10 @@ HEAD_BYTES = 1 << 16  # of an unpacked file: its first line, as a rule
 _COMPRESSIONS = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bz2",
     b"\xfd7zXZ\0": "xz",
 }
+# "BZh" alone may begin a text: a block, or the end of an empty file, follows it.
+_BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)")
 _PACKED_SUFFIXES = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 _BEGINNINGS: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1\0\0": "arrow"}
 _SUFFIXES: dict[str, Format] = {
@@ -68,7 +70,9 @@ def open_unpacked(path: str) -> BinaryIO:
 
 def _compression_of(path: str) -> str | None:
     with open(path, "rb") as file:
-        head = file.read(8)
+        head = file.read(10)
+    if _BZIP2.match(head):
+        return "bz2"
     return next(
         (name for beginning, name in _COMPRESSIONS.items() if head.startswith(beginning)), None
     )

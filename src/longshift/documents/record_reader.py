@@ -89,7 +89,8 @@ def _lines(path: str) -> Iterator[tuple[int, int, bytes]]:
                     " lines?"
                 )
                 raise DataError(f"{path}, line {number}, byte {offset}: {reason}")
-            yield number, offset, line.removeprefix(UTF8_MARK) if number == 1 else line
+            mark = len(UTF8_MARK) if number == 1 and line.startswith(UTF8_MARK) else 0
+            yield number, offset + mark, line[mark:]
             offset += len(line)
     if not offset:
         raise DataError(f"{path}: the file is empty")
@@ -160,7 +161,8 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
             f"{path}: has more than {_LINE_LIMIT_BYTES} bytes; write such an array as JSON lines"
         )
 
-    text = _decode(data.removeprefix(UTF8_MARK), path, 0)
+    text = data.removeprefix(UTF8_MARK)
+    text = _decode(text, path, len(data) - len(text))
     entries = _parse_json(text, path, None)
     if isinstance(entries, dict):
         lists = [name for name, value in entries.items() if isinstance(value, list)]
@@ -349,10 +351,7 @@ def _no_field(field: str, names: Sequence[str]) -> str:
         hint = f"; did you mean format: {{text: {texts[0]}}}?"
     else:
         hint = ""
-    return (
-        f"there is no field {field!r} (data.train), only"
-        f" {', '.join(map(repr, names)) or 'none'}{hint}"
-    )
+    return f"there is no field {field!r}, only {', '.join(map(repr, names)) or 'none'}{hint}"
 
 
 _READERS: Mapping[Format, Callable[[str, Fields], Iterator[Record]]] = {

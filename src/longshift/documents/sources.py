@@ -257,13 +257,15 @@ def _document(file: File, record: Record, notes: RecordNotes) -> Text:
 
 def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
     with open_unpacked(file.path) as unpacked:
-        data = unpacked.read().removeprefix(UTF8_MARK)
+        whole = unpacked.read()
+    data = whole.removeprefix(UTF8_MARK)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
+        byte = error.start + len(whole) - len(data)
         reason = f"not UTF-8: {error.reason} (0x{data[error.start]:02x})"
-        raise DataError(f"{file.path}, line {line}, byte {error.start}: {reason}") from None
+        raise DataError(f"{file.path}, line {line}, byte {byte}: {reason}") from None
     if not text:
         raise DataError(f"{file.path}: the file is empty")
     if begins_with_record(data[:HEAD_BYTES]):

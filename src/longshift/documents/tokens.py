@@ -63,8 +63,7 @@ _UNITS: Mapping[str, tuple[str, int]] = {
 
 @dataclass(frozen=True)
 class CachedFile:
-    """A source file and how many documents it gave; `source`: the number of its source in
-    data.train."""
+    """A source file and how many documents it gave; `source`: the number of its source."""
 
     path: str
     format: str
@@ -164,7 +163,7 @@ class TokenCache:
 
     @property
     def source_of(self) -> np.ndarray:
-        """The number of each document's source in data.train, int64 [documents]."""
+        """The number of each document's source, int64 [documents]."""
         return np.repeat([f.source for f in self.files], [f.documents for f in self.files])
 
     def where(self, document: int) -> str:
@@ -255,7 +254,7 @@ def _write(
 
     # 2. Checks that need all of them.
     if not counts.lengths:
-        raise DataError("the sources of data.train hold no document")
+        raise DataError("the sources hold no document")
     if counts.masked:
         counts.check_masks(inputs)
     else:

@@ -9,6 +9,7 @@ from rich.table import Table
 from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.curves import Curve
 from longshift.layout.layout import format_size
+from longshift.terminal import short_number
 from longshift.weigh.recorder import AttentionCall
 
 FAMILIES = (  # (first word of the curves' names, title)
@@ -58,14 +59,6 @@ def rate(name: str, sizes: Sequence[float], seconds: float) -> tuple[float, str]
     return sizes[-1] / seconds, "B/s"
 
 
-def si(value: float) -> str:
-    """Three digits and a decimal prefix: 1.21 G."""
-    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if value >= factor:
-            return f"{value / factor:.3g} {letter}"
-    return f"{value:.3g} "
-
-
 def _summary(cluster: Cluster) -> Table:
     device = cluster.device
     table = Table("", "", box=None, show_header=False)
@@ -81,15 +74,19 @@ def _summary(cluster: Cluster) -> Table:
     )
     table.add_row(
         "arithmetic",
-        ", ".join(f"{name} {si(flops)}FLOP/s" for name, flops in device.flops_per_s.items()),
+        ", ".join(
+            f"{name} {short_number(flops)}FLOP/s" for name, flops in device.flops_per_s.items()
+        ),
     )
     table.add_row(
-        "memory", f"{device.memory_bytes / 2**30:.1f} GiB, {si(device.memory_bytes_per_s)}B/s"
+        "memory",
+        f"{device.memory_bytes / 2**30:.1f} GiB, {short_number(device.memory_bytes_per_s)}B/s",
     )
     table.add_row("launch floor", f"{device.launch_s * 1e6:.2f} us")
     for level, link in cluster.links.items():
         table.add_row(
-            f"{level} link", f"{si(link.bytes_per_s)}B/s one way, {link.latency_s * 1e6:.0f} us"
+            f"{level} link",
+            f"{short_number(link.bytes_per_s)}B/s one way, {link.latency_s * 1e6:.0f} us",
         )
     if late := cluster.curves.get("late"):
         table.add_row(
@@ -100,8 +97,8 @@ def _summary(cluster: Cluster) -> Table:
     if cluster.disk:
         table.add_row(
             "disk",
-            f"reads {si(cluster.disk.read_bytes_per_s)}B/s, writes"
-            f" {si(cluster.disk.write_bytes_per_s)}B/s",
+            f"reads {short_number(cluster.disk.read_bytes_per_s)}B/s, writes"
+            f" {short_number(cluster.disk.write_bytes_per_s)}B/s",
         )
     return table
 
@@ -149,7 +146,9 @@ def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
     for name, curve in rows:
         cells_of: dict[tuple[float, ...], dict[float, str]] = {}  # by leading sizes and last size
         for point, seconds in zip(curve.points, curve.seconds):
-            cells_of.setdefault(point[:-1], {})[point[-1]] = si(rate(name, point, seconds)[0])
+            cells_of.setdefault(point[:-1], {})[point[-1]] = short_number(
+                rate(name, point, seconds)[0]
+            )
         spread = f"{sorted(curve.spread)[len(curve.spread) // 2]:.0%}" if curve.spread else ""
         for leading_sizes, cells in cells_of.items():
             labels = (

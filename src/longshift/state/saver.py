@@ -115,11 +115,11 @@ class Saver:
         fault = ""
         try:
             copy = StateCopy(optimizer)
-        except (OutOfMemoryError, RuntimeError) as error:
-            # Torch has no class of its own for memory that a CPU lacks.
-            if isinstance(error, RuntimeError) and not lacks_memory(error):
+        except Exception as error:
+            # Torch has no class for memory that a CPU lacks, and a map of pages raises OSError.
+            if not isinstance(error, OutOfMemoryError) and not lacks_memory(error):
                 raise
-            fault = str(error)
+            fault = str(error) or "no memory"
         return None if any(self.world.gather_text(fault)) else copy
 
     def finish(self) -> None:

@@ -37,6 +37,7 @@ class Arena:
     rounds up to powers of two. No other has a part of its pages, which may not be pinned twice."""
 
     def __init__(self, size: int):
+        self._pinned = False
         self.bytes = _pages(size).fill_(1)  # they are there
         self._runtime: Any = torch.cuda.cudart()
         self._pinned = int(self._runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0

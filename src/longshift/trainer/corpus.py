@@ -61,13 +61,14 @@ def open_on_ranks(
     # 1. Rank 0 opens it first, and may make the cache. Then the others find it there.
     fault = None
     corpus = None
-    for is_turn in (world.rank == 0, world.rank > 0):
+    for ranks in (range(1), range(1, world.size)):
         try:
-            if is_turn:
+            if world.rank in ranks:
                 corpus = open_corpus(config, verify=False, sources=sources)
         except LongshiftError as error:
             fault = error
-        world.wait_for([0])
+        # Ranks that do not see the files of rank 0 make the cache, too: that may take hours.
+        world.wait_for(ranks)
         world.agree(fault)
     assert corpus is not None
     _, cache = corpus
@@ -76,7 +77,7 @@ def open_on_ranks(
     if len(set(world.gather_text(cache.fingerprint))) > 1:
         raise DataError(
             f"{cache.folder}: the tokens are not the same on all ranks: every machine needs the"
-            " same files of data.train"
+            " same files"
         )
     identities = world.gather_text(cache.identity)
     readers = {identities.index(identity) for identity in identities}

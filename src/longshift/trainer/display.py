@@ -14,7 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from longshift.layout.layout import format_size
-from longshift.terminal import read_or_not
+from longshift.print_result import OutputConsole
+from longshift.terminal import read_or_not, short_number
 from longshift.trainer.metrics import GroupMetrics, StepMetrics
 
 LABEL = 8  # columns of a line's name
@@ -46,7 +47,7 @@ class Display:
         self._as_json = as_json
         self._latest = latest
         self._clock = clock
-        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._console = console or OutputConsole(file=sys.stdout, highlight=False)
         self._live = (
             Live(console=self._console, auto_refresh=False)
             if self._console.is_terminal and not as_json
@@ -157,7 +158,7 @@ def fitted(step: StepMetrics, steps: int, width: int) -> str:
         words.pop(lacking, None)
         if len(line := "  ".join(words.values())) <= width:
             return line
-    words["rate"] = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s"
+    words["rate"] = f"{short_number(step.tokens_per_s).replace(' ', '')} tok/s"
     words["memory"] = _memory(step.memory_bytes)
     if step.skipped:
         words["skipped"] = "skipped"
@@ -182,7 +183,7 @@ def _words(step: StepMetrics, steps: int) -> dict[str, str]:
         "norm": f"norm {step.grad_norm:.3g}",
         "lr": f"lr {step.lr:.2e}",
         "rate": f"{step.tokens_per_s:,.0f} tokens/s",
-        "flops": f"{_short(step.model_flops_per_s)}FLOP/s",
+        "flops": f"{short_number(step.model_flops_per_s)}FLOP/s",
         "memory": f"{step.memory_bytes / 2**20:.0f} MiB",
     }
     if step.predicted_seconds is not None and step.band is not None:
@@ -229,15 +230,6 @@ def _offload_words(groups: Sequence[GroupMetrics]) -> str:
 
 def _memory(size: int) -> str:
     return f"{size / 2**20:.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:.1f} GiB"
-
-
-def _short(value: float) -> str:
-    """A number in powers of a thousand: `"12.3 k"` of `12345.0`."""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} E"
 
 
 def _clock(seconds: float) -> str:

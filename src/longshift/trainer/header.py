@@ -33,6 +33,7 @@ from longshift.config_parts import PROJECT_VOCAB
 from longshift.errors import printable
 from longshift.layout.layout import format_size
 from longshift.spec.formats import EIGHT_BITS
+from longshift.terminal import short_number
 from longshift.trainer.display import LABEL, named_lines
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder, shown_path
@@ -186,8 +187,5 @@ def plan_reason(plan: PlanFile) -> str:
 
 
 def _count(number: int) -> str:
-    for unit in ("", "K", "M", "B"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000  # pyright: ignore[reportAssignmentType]
-    return f"{number:.3g}T"
+    # Parameters are counted in thousands, millions, billions and trillions.
+    return short_number(number, prefixes=("", "K", "M", "B", "T")).replace(" ", "")

@@ -9,7 +9,7 @@
 The loop trains and saves. What a person sees is its caller's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -68,10 +68,11 @@ NO_EARLY_UPDATES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunContext:
     """What all stages of a run share. `folder`: the run's; `callback`: of `train.on_step`; the
-    other functions are those of `train`."""
+    other functions are those of `train`. Mutable: `is_ending`, whether the step in hand is the last
+    one that is trained, of all stages."""
 
     folder: Path
     world: World
@@ -80,6 +81,7 @@ class RunContext:
     record: Callable[[StepMetrics], None] = lambda metrics: None
     tell: Say = silent
     callback: StepCallback | None = None
+    is_ending: bool = False
 
 
 def train(
@@ -91,7 +93,7 @@ def train(
     record: Callable[[StepMetrics], None],
     tell: Say,
     on_step: OnStep | None,
-) -> Iterator[StepMetrics]:
+) -> Generator[StepMetrics]:
     """Train as the rank that the environment says this process is. Yields each step's metrics.
 
     `run`: the folder that checkpoints are saved into.
@@ -131,10 +133,12 @@ def train(
                 say(f"stage {number} of {len(stages)}, {stage}")
 
             train_with = partial(_train_with, context, stage, len(stages) == 1)
-            for metrics in train_trials(stage.config, run, resume, world, train_with):
-                last_step = metrics.step
-                yield metrics
-            if last_step < stage.end or (callback and callback.ends_run):  # the run was stopped
+            # Closed at once where the caller leaves, so that what the last save raises is seen.
+            with closing(train_trials(stage.config, run, resume, world, train_with)) as steps:
+                for metrics in steps:
+                    last_step = metrics.step
+                    yield metrics
+            if context.is_ending:
                 break
             resume = True  # the next stage continues from this one's checkpoint
 
@@ -171,25 +175,27 @@ def _train_with(
     config: Config,
     resume: bool,
     max_steps: int | None,
-) -> Iterator[StepMetrics]:
+) -> Generator[StepMetrics]:
     """Train a stage under the layout of `config`, which a trial may have chosen. No step, if the
-    callback ended the run with a trial's last."""
-    if context.callback and context.callback.ends_run:
-        return iter(())
+    run ended with a trial's last."""
+    if context.is_ending:
+        return
     run_config = config if is_only_stage else stage.run
     stage = replace(stage, config=config, run=run_config)
-    return train_stage(stage, context, resume, max_steps)
+    yield from train_stage(stage, context, resume, max_steps)
 
 
 def train_stage(
     stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None
-) -> Iterator[StepMetrics]:
+) -> Generator[StepMetrics]:
     """Train the steps of a stage that are left, at most `max_steps`. Yields each step's metrics."""
     with open_stage(stage, context, resume, max_steps) as stage_run:
         for step in stage_run.remaining_steps:
             metrics, status = stage_run.train(step)
             callback = context.callback
-            is_ending = status.stop_requested or metrics.early or (callback and callback.ends_run)
+            context.is_ending = bool(
+                status.stop_requested or metrics.early or (callback and callback.ends_run)
+            )
             try:
                 yield metrics
             except GeneratorExit:
@@ -197,15 +203,16 @@ def train_stage(
                 # wait for them here.
                 if context.world.size > 1:
                     raise
-                is_ending = True
+                context.is_ending = True
 
-            if is_ending or stage_run.is_save_due(step):
-                stage_run.save(step, metrics, is_last=is_ending or step == stage_run.last_step)
+            if context.is_ending or stage_run.is_save_due(step):
+                is_last = context.is_ending or step == stage_run.last_step
+                stage_run.save(step, metrics, is_last=is_last)
             elif not status.is_saving:
                 stage_run.saver.finish()
             if callback:
                 callback.check(step)
-            if is_ending:
+            if context.is_ending:
                 return
 
 

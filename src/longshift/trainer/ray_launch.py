@@ -380,10 +380,11 @@ class RayRun:
                 )
 
             # 2. Take the devices that are left, a layout for them, and the newest checkpoint.
+            before = len(self.devices.places)
             self.devices.drop(lost)
             if not self.devices.places:
                 raise PeerError(f"{error}; no device is left{self._hint()}")
-            self.say(f"{error}; {len(self.devices.places)} of {config.world} devices are left")
+            self.say(f"{error}; {len(self.devices.places)} of {before} devices are left")
             config, resume = self._again(config)
 
     def _start(

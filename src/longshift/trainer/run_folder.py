@@ -48,7 +48,7 @@ from longshift.trainer.trackers import expect
 
 # What killed processes leave.
 LEFT = re.compile(
-    r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+"
+    r"\.(probe|\.?config\.yaml|(cluster|env|plan)\.json|metrics\.jsonl)-[0-9]+"
     r"|\.(LATEST|BEST|identity)\.writing"
 )
 RANKS_S = 10.0  # to wait for ranks whose launcher was killed

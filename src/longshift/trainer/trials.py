@@ -14,7 +14,8 @@ calibrate what is known of the machine, by which the steps that follow are predi
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,12 +32,12 @@ from longshift.trainer.step_measurements import clock_steps, fit_measurements, p
 STEPS = 4  # of a trial
 
 # Arguments: config, whether to resume, after how many steps to save and end.
-PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]
+PlaySteps = Callable[[Config, bool, int | None], Generator[StepMetrics]]
 
 
 def train_trials(
     config: Config, run: Path, resume: bool, world: World, play: PlaySteps
-) -> Iterator[StepMetrics]:
+) -> Generator[StepMetrics]:
     """The steps of a run: of the trials that are left, then of the layout that goes on. Collective;
     rank 0's file and times count."""
     file = place(run)
@@ -57,9 +58,10 @@ def train_trials(
         # 1. Train the trial's steps.
         trial_config = plan.config(config)
         steps: list[StepMetrics] = []
-        for metrics in play(trial_config, resume, STEPS):
-            steps.append(metrics)
-            yield metrics
+        with closing(play(trial_config, resume, STEPS)) as trial_steps:
+            for metrics in trial_steps:
+                steps.append(metrics)
+                yield metrics
         if len(steps) < STEPS:  # stopped, or the run's last step
             return
 

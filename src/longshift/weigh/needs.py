@@ -94,8 +94,9 @@ class StepShape:
         # A GPU may need more for shorter documents: those that attention's kernel is cut for
         # (`model.cut`), and the longest of which a whole pack is one call
         # (`model.packed_attention`).
+        spec = self.itinerary.spec
         setup = RankSetup(
-            spec=self.itinerary.spec,
+            spec=spec,
             layout=layout,
             coord=layout.coord(rank),
             compute_bytes=self.formats.compute_bytes,
@@ -105,7 +106,12 @@ class StepShape:
 
         def attention_peak(pack: Pack) -> int:
             order = pack_order(layout, pack)
-            return unit_turn(setup, order, "attention half", "backward").peak
+            # Blocks with a window compute a pack in one call, whatever its lengths: the sum is
+            # largest where blocks without one need most.
+            kinds = {spec.like(block) for block in range(1, spec.layers + 1)}
+            return sum(
+                unit_turn(setup, order, "attention half", "backward", kind).peak for kind in kinds
+            )
 
         shorter_packs = [full_pack(edge.pack, length) for length in (longest - 1, LONG - 1)]
         return max([pack, *shorter_packs], key=attention_peak)
