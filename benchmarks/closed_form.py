@@ -134,7 +134,7 @@ def closed_form(cost: FormulaCost, at: Candidates) -> Forecast:
     reduced_once_s = np.maximum(once_reduce_s / np.maximum(blocks, 1), _exposed(once_reduce_s, last_s, habits.reduce_hidden))
 
     owned = held.learned / np.where(zero >= 1, held.ranks, 1)
-    optimizer_s = cost.rates.elementwise_s(owned * update_bytes() * cost.rates.constants.update) + cost.rates.constants.begin_s
+    optimizer_s = cost.rates.elementwise_s(owned * update_bytes(moments=2) * cost.rates.constants.update) + cost.rates.constants.begin_s
     per_step = micros * blocks
     plain = forward + backward
     tensor_s, ring_s = sum(turn.tensor_s for turn in turns.values()), sum(turn.ring_s for turn in turns.values())

@@ -9,6 +9,8 @@ from longshift.cluster.files import preset as machine_preset
 from longshift.layout.layout import AUTO, Layout
 from longshift.planner import chunk_size
 from longshift.planner.chunk_size import EFFICIENT, HIDDEN, SMALLEST, Machine, choose_chunk, powers
+from longshift.simulate.cost import Cost
+from longshift.simulate.rates import rates
 from longshift.spec.model import ModelSpec, Rope
 
 SPEC = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 24, rope=Rope())  # Llama-3 8B
@@ -20,7 +22,8 @@ def machine(faster: float = 1.0, free_bytes: float = 60e9) -> Machine:
     h100 = machine_preset("h100")
     link = h100.links["device"]
     links = {**h100.links, "device": Link(faster * link.bytes_per_s, link.latency_s)}
-    return Machine(replace(h100, links=links), "bf16", free_bytes)
+    faster_h100 = replace(h100, links=links)
+    return Machine(faster_h100, Cost(SPEC, rates(faster_h100, "bf16")), free_bytes)
 
 
 def bytes_of(tokens: int) -> int:

@@ -19,7 +19,6 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import rank_heads
 from longshift.simulate.chunk_clock import ChunkClock
 from longshift.simulate.cost import Cost
-from longshift.simulate.rates import rates
 from longshift.spec.model import ModelSpec
 from longshift.weigh.recorder import AttentionCall
 
@@ -50,12 +49,12 @@ class ChunkCandidate:
 class Machine:
     """The machine that a chunk is chosen for.
 
-    `dtype`: format of the arithmetic.
+    `cost`: how the run computes there.
     `free_bytes`: of a device.
     """
 
     cluster: Cluster
-    dtype: str
+    cost: Cost
     free_bytes: float
 
 
@@ -125,11 +124,10 @@ def _hidden_share(
     """Seconds of a block's forward and backward without transfers, over those with them."""
     pack = [min(longest, MAX_SIMULATED * tokens)]
     layout = replace(layout, chunk=tokens)
-    cost = Cost(spec, rates(machine.cluster, machine.dtype))
 
     def seconds(moving: bool) -> float:
         # Until the last operation: stores go on beside the next block.
-        chunk_clock = ChunkClock(cost, machine.cluster, layout, moving)
+        chunk_clock = ChunkClock(machine.cost, machine.cluster, layout, moving)
         total_s = 0.0
         for window, share in spec.windows.items():
             for direction in DIRECTIONS:
@@ -144,6 +142,5 @@ def _attention_rate(spec: ModelSpec, layout: Layout, tokens: int, machine: Machi
     query_heads, kv_heads = rank_heads(spec, layout, layout.coord(0))
     heads = Heads(query_heads, kv_heads, spec.head_width)
     rows = tokens // layout.two_ended_ranks
-    cost = Cost(spec, rates(machine.cluster, machine.dtype))
     calls = [AttentionCall(back, rows, tokens, rows * tokens, heads) for back in (False, True)]
-    return sum(call.flops for call in calls) / sum(map(cost.piece_s, calls))
+    return sum(call.flops for call in calls) / sum(map(machine.cost.piece_s, calls))

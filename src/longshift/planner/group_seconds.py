@@ -194,7 +194,7 @@ def step_seconds(
     last_unit_s = reduced_s / np.maximum(blocks, 1)
     reduced_exposed_s = np.maximum(last_unit_s, np.maximum(0.0, reduced_s - last_s))
     trained = weights.trained(blocks) / np.where(zero >= 1, candidates.holders, 1)
-    optimizer_bytes = trained * update_bytes() * constants.update
+    optimizer_bytes = trained * update_bytes(cost.habits.moments) * constants.update
     optimizer_s = cost.rates.elementwise_s(optimizer_bytes) + constants.begin_s
 
     # 4. Hidden traffic crowds the device; ranks wait for the slowest of them.

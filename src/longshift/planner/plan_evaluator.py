@@ -16,8 +16,6 @@ from longshift.planner.neighbors import first_of_meshes, halve_packs, lower_zero
 from longshift.planner.shortlist import weight_cut
 from longshift.planner.task import Edges, PlanTask
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
-from longshift.simulate.cost import Cost
-from longshift.simulate.rates import rates
 from longshift.weigh.needs import StepShape, largest_need, memory_needs
 from longshift.workload.groups import Edge
 
@@ -66,7 +64,7 @@ class PlanEvaluator:
         self.task = task
         self.tell = tell
         self.reported_s = time.monotonic()
-        self.cost = Cost(task.spec, rates(task.cluster, task.precision), task.habits)
+        self.cost = task.cost
         first = task.lengths.typical(1, task.tokens_per_step)
         further = task.lengths.typical(STEPS, task.tokens_per_step)
         self.typical = [tuple(step.tolist()) for step in (*first, *further)]

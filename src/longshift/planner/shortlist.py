@@ -34,7 +34,6 @@ from longshift.planner.memory_bound import Training, min_device_bytes
 from longshift.planner.switch_seconds import switch_seconds
 from longshift.planner.task import Edges, PlanTask
 from longshift.simulate.cost import Cost
-from longshift.simulate.rates import rates
 from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import micro_counts
 from longshift.workload.groups import Edge
@@ -74,7 +73,7 @@ class Problem:
             task=task,
             enumeration=enumerate_layouts(task.spec, task.world, task.fixed_fields, float8),
             tally=tally_lengths(task.spec, task.lengths, task.tokens_per_step),
-            cost=Cost(task.spec, rates(task.cluster, task.precision), task.habits),
+            cost=task.cost,
             training=task.training,
         )
 

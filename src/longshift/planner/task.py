@@ -9,7 +9,9 @@ from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import number_fields
 from longshift.planner.memory_bound import Training
-from longshift.simulate.habits import Habits, habits
+from longshift.simulate.cost import Cost
+from longshift.simulate.habits import habits
+from longshift.simulate.rates import rates
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary
@@ -83,8 +85,16 @@ class PlanTask:
         return "nccl" if self.on_gpu else "gloo"
 
     @property
-    def habits(self) -> Habits:
-        return habits(self.compile, self.precision, self.cluster.device, self.wire)
+    def cost(self) -> Cost:
+        """Work of turns on the cluster's devices."""
+        run_habits = habits(
+            compile=self.compile,
+            precision=self.precision,
+            device=self.cluster.device,
+            wire=self.wire,
+            moments=self.moments,
+        )
+        return Cost(self.spec, rates(self.cluster, self.precision), run_habits)
 
     @property
     def budget_bytes(self) -> float:

@@ -61,7 +61,6 @@ def _chunks(
 ) -> tuple[Layout, str]:
     """A group's layout with a chunk, and why. A machine that was not measured has a default."""
     longest = min(edge.upto, config.data.max_len)
-    dtype = arithmetic(config.train.precision)
 
     def with_chunk(tokens: int) -> Layout:
         return replace(edge.use, chunk=tokens)
@@ -69,11 +68,8 @@ def _chunks(
     fault = "this machine was not measured; longshift profile does"
     if cluster is not None:
         try:
-            machine = Machine(
-                cluster.with_arithmetic(dtype),
-                dtype,
-                _free_bytes(config, device),
-            )
+            known = cluster.with_arithmetic(arithmetic(config.train.precision))
+            machine = Machine(known, _cost(config, known), _free_bytes(config, device))
             tokens, reason = choose_chunk(
                 config.spec,
                 edge.use,
@@ -89,6 +85,12 @@ def _chunks(
     return with_chunk(max(min_chunk(longest, edge.pack), tokens)), f"a default, because {fault}"
 
 
+def _cost(config: Config, machine: Cluster) -> Cost:
+    precision = config.train.precision
+    run_habits = habits(config.train.compile, precision, machine.device)
+    return Cost(config.spec, rates(machine, arithmetic(precision)), run_habits)
+
+
 def _activations(
     config: Config, edge: Edge, device: torch.device, cluster: Cluster | None
 ) -> tuple[Layout, str]:
@@ -96,11 +98,9 @@ def _activations(
     for the preset of a CPU or an H100."""
     spec = config.spec
     free_bytes = _free_bytes(config, device)
-    dtype = arithmetic(config.train.precision)
     machine = cluster or preset("cpu" if device.type == "cpu" else "h100")
-    machine = machine.with_arithmetic(dtype)
-    run_habits = habits(config.train.compile, config.train.precision, machine.device)
-    cost = Cost(spec, rates(machine, dtype), run_habits)
+    machine = machine.with_arithmetic(arithmetic(config.train.precision))
+    cost = _cost(config, machine)
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 
     def seconds(layout: Layout) -> float:

@@ -32,6 +32,7 @@ class Habits:
                                 or reduces, in another format than it is kept in; then gradients go
                                 by an all-to-all
     gradient_bytes              of an element of gradient sums
+    moments                     that an update reads and writes of each weight
     """
 
     compiled: bool = False
@@ -44,6 +45,7 @@ class Habits:
     gather_coded: float = 0.0
     reduce_coded: float = 0.0
     gradient_bytes: float = 4.0
+    moments: int = 2
 
 
 def habits(
@@ -51,9 +53,10 @@ def habits(
     precision: str,
     device: Device,
     wire: Wire = Wire(),  # noqa: B008  (frozen)
+    moments: int = 2,
 ) -> Habits:
     """Those of a run with `train.compile` or without, in this precision on this device, with these
-    formats on the wire."""
+    formats on the wire, and so many moments of a weight."""
     weight_bytes = FORMATS[precision].compute_bytes
     sum_bytes = FORMATS[precision].home_bytes
     is_hopper = HOPPER.search(device.name) is not None
@@ -70,4 +73,6 @@ def habits(
         # What is sent is a share of what is taken.
         gather_coded=float(weight_passes(wire, weight_bytes, sum_bytes)[1]),
         reduce_coded=float(sum(gradient_passes(wire, sum_bytes))),
+        gradient_bytes=float(sum_bytes),
+        moments=moments,
     )

@@ -20,7 +20,7 @@ from longshift.weigh.needs import StepShape
 MOVES = {"gather": "all_gather", "reduce": "reduce_scatter"}
 
 
-def update_bytes(moments: int = 2) -> float:
+def update_bytes(moments: int) -> float:
     """Bytes that the update of an owned weight moves: master and moments are read and written in
     float32, the gradient is read twice (norm, update), the copy is written."""
     return 18.0 + 8.0 * moments

@@ -1,7 +1,7 @@
 """What each operation of a rank's step sends and moves, as the ledger counts it.
 
 The ledger plays the same program as the clock. Its counters after an operation, less those before,
-are what the operation moves. So the clock has no formula of bytes of its own.
+are what the operation moves. What passes over memory (casts, sums, updates) is `stage_actions`'.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ class OpTraffic:
 
     `format_bytes`: read and written on the device to convert to or from the wire's format.
     `elements`: that the operation adds or updates, or that cross between device and host.
+    `frozen_elements`: of weights that are not trained, which cross as they are.
     `home`: the memory that holds the optimizer state of its unit; "device" on a CPU.
     """
 
@@ -27,6 +28,7 @@ class OpTraffic:
     moved_bytes: int
     format_bytes: int
     elements: int
+    frozen_elements: int
     home: Tier
 
 
@@ -52,6 +54,10 @@ def record_traffic(
         shards = ledger.home.shards.items()
         return sum(size for (owner, _), size in shards if owner == unit)
 
+    def crosses_link(op: Op, home: Tier) -> bool:
+        is_crossing = op.kind in ("gather", "await reduce")
+        return is_crossing and home != "device" and uses_home[op.visit]
+
     def updated_elements(op: Op, home: Tier) -> int:
         if op.kind == "accumulate":
             return (memory.added_bytes - total_added) // memory.weight_bytes
@@ -59,14 +65,16 @@ def record_traffic(
             return sum(ledger.home.shards.values())
         if op.kind in ("update", "pack"):
             return shard_elements(op.unit)
-        crosses_link = home != "device" and op.kind in ("gather", "await reduce")
-        return shard_elements(op.unit) if crosses_link and uses_home[op.visit] else 0
+        return shard_elements(op.unit) if crosses_link(op, home) else 0
 
     def record(op: Op) -> None:
         nonlocal total_sent, total_moved, total_coded, total_added
         home: Tier = "device" if on_cpu else ledger.steps.home_tiers.get(op.unit, "device")
         sent_bytes = sum(memory.sent.values())
         moved_bytes = sum(memory.moved.values())
+        frozen_elements = 0
+        if op.kind == "gather" and crosses_link(op, home):
+            frozen_elements = ledger.home.units[op.unit].frozen // memory.weight_bytes
         by_visit[-1].append(
             OpTraffic(
                 op=op,
@@ -74,6 +82,7 @@ def record_traffic(
                 moved_bytes=moved_bytes - total_moved,
                 format_bytes=memory.coded_bytes - total_coded,
                 elements=updated_elements(op, home),
+                frozen_elements=frozen_elements,
                 home=home,
             )
         )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from longshift.cluster.cluster import Number
 from longshift.spec.model import ModelSpec
 
@@ -14,6 +16,7 @@ class Sizes:
     inner            query heads * head width
     block_elements   weights of a block's matmuls
     uncut_elements   those of them that tensor parallelism does not cut: experts and their router
+    kv_elements      those of them of keys and values: ranks beyond the `kv_heads` have copies
     idle_elements    those of experts that a token does not pass
     head_elements    weights of the head
     tied             1 where embeddings are the head's weights, else 0
@@ -30,10 +33,14 @@ class Sizes:
     head_trained: float = 1.0
     uncut_elements: int = 0
     idle_elements: int = 0
+    kv_elements: int = 0
+    kv_heads: int = 1
 
     def rank_elements(self, weight_ranks: Number) -> Number:
         """Weights of a block's matmuls on each of so many tensor-parallel ranks."""
-        return (self.block_elements - self.uncut_elements) / weight_ranks + self.uncut_elements
+        cut_elements = self.block_elements - self.uncut_elements - self.kv_elements
+        kv_ranks = np.minimum(weight_ranks, self.kv_heads)
+        return cut_elements / weight_ranks + self.kv_elements / kv_ranks + self.uncut_elements
 
 
 @lru_cache(maxsize=64)
@@ -65,4 +72,6 @@ def sizes(spec: ModelSpec) -> Sizes:
         head_trained=head_trained,
         uncut_elements=sum(param.elements for param in factors if param.dim is None),
         idle_elements=block_elements - sum(map(spec.token_elements, factors)),
+        kv_elements=2 * spec.width * spec.kv_heads * spec.head_width,
+        kv_heads=spec.kv_heads,
     )

@@ -77,15 +77,18 @@ class StageActions:
                 yield self._piece(op, LANES["put"], seconds, ("host out",))
 
     def _cast_masters(self, traffic: OpTraffic) -> Iterator[Begin]:
-        """The host casts masters of a home outside a GPU, and copies them to the device."""
-        if traffic.op.kind != "gather" or not traffic.elements:
+        """The host casts masters of a home outside a GPU, and copies them to the device. What is
+        not trained has no wider masters: it is copied alone."""
+        elements = traffic.elements + traffic.frozen_elements
+        if traffic.op.kind != "gather" or not elements:
             return
         formats = self.op_seconds.shape.formats
         # The host casts one piece while the link carries another: the longer of both counts.
-        cast_bytes = traffic.elements * (formats.home_bytes + formats.compute_bytes)
-        cast_s = cast_bytes / HOST_BYTES_PER_S
+        read_bytes = traffic.elements * formats.home_bytes
+        read_bytes += traffic.frozen_elements * formats.compute_bytes
+        cast_s = (read_bytes + elements * formats.compute_bytes) / HOST_BYTES_PER_S
 
-        copied_bytes = traffic.elements * formats.compute_bytes
+        copied_bytes = elements * formats.compute_bytes
         copy_s = float(self.op_seconds.cluster.copy_s("to_device pinned", copied_bytes))
 
         yield self._piece(traffic.op, LANES["gather"], max(cast_s, copy_s), ("host",))

@@ -21,6 +21,7 @@ from longshift.layout_plan import (
 from longshift.planner.plan_evaluator import PlanCandidate
 from longshift.planner.search import SearchResult
 from longshift.planner.task import PlanTask
+from longshift.program.operations import LANES as OP_LANES
 from longshift.simulate.calibrate import BAND
 from longshift.simulate.clock import in_visiting_order
 from longshift.simulate.model_flops import mfu, model_flops
@@ -34,7 +35,9 @@ TRIALS_NOTE = (
     " and the clock:"
 )
 AXES = tuple(axis.name for axis in token_axes())
-LANES = ("compute", "attention", *AXES, "gather", "reduce", "switch", "tier in", "tier out")
+# What is begun and awaited occupies the lanes of its operations; messages have a lane for each pair
+# of stages.
+LANES = ("compute", "attention", *AXES, *sorted({*OP_LANES.values()} - {"messages"}))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ MIN_RATIO = 0.98
 MAX_RATIO = 1.0
 
 # Lanes of a trace, from the top.
-SHOWN_LANES = ("compute", "gather", "reduce", "switch", "messages", "tier out", "tier in", "link")
+SHOWN_LANES = ("compute", *dict.fromkeys(LANES.values()), "link")
 
 
 class PlayedOp(NamedTuple):
