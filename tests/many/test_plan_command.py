@@ -85,6 +85,16 @@ def test_plan_says_and_writes_what_is_best(tmp_path):
     assert 0.5 * best["seconds"] < sum(computed) / 1e6 < 9 * best["seconds"]
 
 
+def test_a_plan_has_room_for_max_len_though_no_document_is_so_long(tmp_path):
+    (tmp_path / "lengths").write_text("100\n" * 500 + "9000\n" * 5)
+    asked = "train.tokens_per_step=64K data.max_len=16K model.preset=qwen3-0.6b 'layout={auto: {tp: [1, 2], pp: 1, ring: 1}}'"
+    done = longshift(f"plan {EXAMPLES}/auto.yaml {asked} --on 2xH100 --lengths {tmp_path}/lengths --emit {tmp_path}/best.yaml --json")
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout)["best"]["groups"][-1]
+    assert (last["upto"], last["pack"] >= 16384) == (16384, True)
+    assert load_config(tmp_path / "best.yaml").edges[-1].upto == 16384
+
+
 def test_what_is_fixed_is_kept():
     found = json.loads(longshift(f"{PLAN} --json 'layout={{auto: {{tp: 4, pp: 2}}}}'").stdout)
     layouts = [found["best"]["layout"], *(way["layout"] for way in found["rivals"])]

@@ -285,7 +285,7 @@ def test_plan_program_with_more_layouts_is_never_worse():
 
 def test_plan_tallies_all_tokens():
     lengths = Lengths(*some_lengths(longest=5000))
-    found = tally_lengths(ODD, lengths, 10_000)
+    found = tally_lengths(ODD, lengths, 10_000, int(lengths.lengths[-1]))
     documents, tokens, *_ = found.sums[-1]
     assert tokens == pytest.approx(10_000)
     assert documents == pytest.approx(10_000 * lengths.documents / lengths.tokens)

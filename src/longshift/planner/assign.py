@@ -57,10 +57,13 @@ class Tally:
         )
 
 
-def tally_lengths(spec: ModelSpec, corpus: Lengths, tokens_per_step: float) -> Tally:
+def tally_lengths(
+    spec: ModelSpec, corpus: Lengths, tokens_per_step: float, last_edge: int
+) -> Tally:
     """Count the documents of a mean step by length.
 
-    Edges are at powers of two, at quantiles of the tokens and at the longest document.
+    Edges are at powers of two, at quantiles of the tokens and at `last_edge`, which no document
+    exceeds.
     """
     lengths = corpus.lengths
     counts = corpus.counts
@@ -82,6 +85,7 @@ def tally_lengths(spec: ModelSpec, corpus: Lengths, tokens_per_step: float) -> T
     has_documents = np.diff(num_lengths, prepend=0) > 0
     edges = edges[has_documents][-MAX_EDGES:]
     num_lengths = num_lengths[has_documents][-MAX_EDGES:]
+    edges[-1] = last_edge
 
     # 3. Sum the documents up to each.
     scale = tokens_per_step / tokens[-1]

@@ -225,6 +225,7 @@ def _streamed_plans(table: CandidateTable, single: bool) -> list[Edges]:
         task,
         lengths=Lengths(lengths.lengths[is_short], lengths.counts[is_short]),
         tokens_per_step=int(tally.sums[num_short, 1]),
+        max_len=0,
     )
     short_table = compare(Problem.of(short_task), SHARES[0] * task.budget_bytes)
     short_plans = _name_plans(short_table)[:NAMED]

@@ -72,7 +72,7 @@ class Problem:
         return cls(
             task=task,
             enumeration=enumerate_layouts(task.spec, task.world, task.fixed_fields, float8),
-            tally=tally_lengths(task.spec, task.lengths, task.tokens_per_step),
+            tally=tally_lengths(task.spec, task.lengths, task.tokens_per_step, task.longest),
             cost=task.cost,
             training=task.training,
         )

@@ -42,6 +42,7 @@ class PlanTask:
     moments, packed  how many the optimizer keeps, and their format between updates
     wire             formats on the wire
     compile          as `train.compile`
+    max_len          tokens that a group must have room for, though no document is so long
     home             memories of the training state
     homes            those that are compared; none if `home` is given
     """
@@ -58,13 +59,14 @@ class PlanTask:
     packed: MomentFormat = "float32"
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
     compile: bool = False
+    max_len: int = 0
     home: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     homes: tuple[HomeTiers, ...] = ()
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
-        return int(self.lengths.lengths[-1])
+        """Tokens of the longest document that the last group takes."""
+        return max(int(self.lengths.lengths[-1]), self.max_len)
 
     @property
     def fixed_fields(self) -> dict[str, Sequence[int | str]]:

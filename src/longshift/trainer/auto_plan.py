@@ -107,6 +107,7 @@ def task_of(
         packed=config.formats.packed,
         wire=config.formats.wire,
         compile=config.train.compile,
+        max_len=config.data.max_len,
         home=HomeTiers() if config.home.at.auto else config.home.at,
         homes=_homes(cluster) if config.home.at.auto else (),
     )
