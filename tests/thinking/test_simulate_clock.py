@@ -25,6 +25,7 @@ from longshift.simulate.op_traffic import record_traffic
 from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.simulate.stage_actions import HOST_BYTES_PER_S
 from longshift.spec import families
+from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.formats import Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary
@@ -162,6 +163,7 @@ def test_a_slow_stage_is_waited_for_by_all():
 # A step
 
 
+LLAMA = families.preset("llama-3-8b")
 # Ranks of equal speed, and nothing outside of what is played.
 IDEAL = replace(FITTED, jitter=0.0, crowd=0.0, begin_s=0.0)
 
@@ -183,8 +185,9 @@ def clock_of(
     reached: Constants = IDEAL,
     wire: Wire = Wire(),  # noqa: B008  (frozen)
     home: Tier = "device",
+    spec: ModelSpec = LLAMA,
 ) -> Clock:
-    spec, cluster, formats = families.preset("llama-3-8b"), files.preset(on), formats_of("bf16", wire=wire)
+    cluster, formats = files.preset(on), formats_of("bf16", wire=wire)
     way = Itinerary(spec, tuple(edges), links_of(cluster, 8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(way, tuple(edges), formats, 1 << 16, edges[-1].upto, home_in=HomeTiers(home))
     return Clock(shape, cluster, Cost(spec, rates(cluster, constants=reached)))
@@ -206,6 +209,19 @@ def test_a_home_on_the_host_is_updated_beside_what_the_gpu_computes():
     assert found[2048, "host"].seconds >= host_s + link
     more = {tokens: found[tokens, "host"].seconds - found[tokens, "device"].seconds for tokens in (2048, 1 << 17)}
     assert more[1 << 17] < 0.1 * host_s < 0.5 * more[2048], "a long forward hides the update"
+
+
+def test_weights_that_are_not_trained_cross_the_link_as_they_are():
+    """Of a LoRA run, whose adapters alone have masters, gradients and an update."""
+    spec = partly_trained(families.preset("llama-3-8b"), Lora(rank=8, alpha=16), freeze=())
+    edges = [Edge(2048, Layout.parse("dp1.recompute-full"))]
+    step = clock_of(edges, home="host", spec=spec).step([GroupPacks(edges[0].use, (((2048,),),))])
+    trained = sum(param.elements for param in spec.params if not param.frozen)
+    frozen = sum(param.elements for param in spec.params if param.frozen)
+    # A weight is read and written in bf16; of masters the host reads four bytes, and updates them by 34.
+    host_s = (frozen * 4 + trained * 40) / HOST_BYTES_PER_S
+    link_s = files.preset("h100").copy_s("to_device pinned", 2 * frozen)
+    assert step.busy_s("gather") == pytest.approx(max(host_s, link_s))
 
 
 def test_a_step_is_computed_all_the_time_where_nothing_travels():

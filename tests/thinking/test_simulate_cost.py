@@ -19,6 +19,7 @@ from longshift.cluster.cluster import SHARES, Cluster, Link, Operation
 from longshift.cluster.curves import Curve, SampledSizes
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
+from longshift.layout.placement import boxes_on
 from longshift.model.packed_attention import EVEN, LONG
 from longshift.planner import candidates as layouts
 from longshift.planner.group_seconds import GroupSeconds, stalled_s, step_seconds
@@ -542,3 +543,26 @@ def test_simulate_asks_for_positive_sizes_where_meshes_have_other_kinds_of_matmu
     assert len(counts) > 1
     cost.turn("block", "backward", "block", meshes, np.full(len(meshes.distinct[1]), 256.0), 256.0**2 / 2)
     assert min(asked) > 0
+
+
+@pytest.mark.parametrize("name", ["gemma-3-1b", "llama-3-8b", "qwen3-0.6b", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 16])
+def test_weights_of_a_rank_are_those_that_are_placed_there(name: str, tp: int):
+    """Ranks beyond the key/value heads have copies of these."""
+    spec, layout = preset(name), Layout.parse(f"tp{tp}")
+    if spec.heads % tp:
+        return
+    boxes = boxes_on(spec, layout, 0)[1]
+    placed = sum(box.elements for weight, parts in boxes.items() for box in parts if len(spec.by_name[weight].shape) == 2)
+    assert sizes(spec).rank_elements(tp) == placed
+
+
+def test_a_rate_card_has_the_formats_and_moments_of_the_run():
+    device = files.preset("h100").device
+    assert habits(False, "float64", device).gradient_bytes == 8
+    assert habits(False, "bf16", device).gradient_bytes == 4
+    layout, work = layouts.Candidates.of([Layout.parse("dp8.z2")]), (np.array([1]), np.array([4096.0]), np.array([4096.0**2 / 2]))
+    machine = files.cluster("8xh100")
+    without, usual = (habits(False, "bf16", device, moments=moments) for moments in (0, 2))
+    seconds = [step_seconds(Cost(SPEC, rates(machine), habit), layout, *work).once for habit in (without, usual)]
+    assert seconds[0] < seconds[1]

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from longshift.layout.axes import token_axes
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
 from longshift.simulate.lanes import TimedWork
@@ -41,11 +42,12 @@ def balance_stages(layers: int, layout: Layout, pieces: Sequence[TimedWork]) -> 
 
 def seconds_by_unit(pieces: Sequence[TimedWork]) -> Counter[int]:
     """Seconds of computing each unit, tensor parallelism and Ulysses included."""
+    hidden_axes = [axis.name for axis in token_axes() if axis.overlaps]
     seconds: Counter[int] = Counter()
     for piece in pieces:
         op = piece.key[0] if isinstance(piece.key, tuple) else None
-        # The ring goes on under attention.
-        if isinstance(op, Op) and op.kind == "compute" and piece.lane != "ring":
+        # What overlaps goes on under attention.
+        if isinstance(op, Op) and op.kind == "compute" and piece.lane not in hidden_axes:
             seconds[op.unit] += piece.end - piece.start  # pyright: ignore[reportArgumentType]
     return seconds
 
