@@ -19,6 +19,7 @@ from longshift.train_config import StageConfig
 from longshift.yaml_reader import MAX_BYTES, MAX_DEPTH, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
+COMMAND_LINE = "command line"  # where an override stands
 SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is
 
 
@@ -69,7 +70,7 @@ def parse_config(
     # 2. Those of the command line, over them.
     for override in overrides:
         if fault := _override(values, places, override):
-            faults.append(f"command line: {fault}")
+            faults.append(f"{COMMAND_LINE}: {fault}")
 
     # 3. The config: faults of its values, else of its layouts.
     try:
@@ -103,9 +104,9 @@ def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -
         return f"{shown(override)} holds {reason}"
     if not _put(values, keys, _value(text)):
         return f"{key[:80]}: {'.'.join(keys[:-1])[:80]} is not a section"
-    places[keys] = "command line"
+    places[keys] = COMMAND_LINE
     for length in range(1, len(keys)):
-        places.setdefault(keys[:length], "command line")
+        places.setdefault(keys[:length], COMMAND_LINE)
     return None
 
 
@@ -127,7 +128,7 @@ def _value(text: str) -> object:
     """The value of an override: YAML, or the text as it stands where it is none that is read
     here."""
     try:
-        return read_yaml(text, "command line").value
+        return read_yaml(text, COMMAND_LINE).value
     except UsageError:
         return text
 
@@ -185,7 +186,11 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     above = path
     while above and above not in places:
         above = above[:-1]
-    place = places.get(above, name)
+    place = places.get(above, name) if path else name
+    # A section's fault may come from what an override has changed in it.
+    overridden = [keys for keys, written in places.items() if written == COMMAND_LINE]
+    if place != COMMAND_LINE and any(keys[: len(path)] == path for keys in overridden):
+        place += f" and the {COMMAND_LINE}"
     key = ".".join(str(part)[:80] for part in path) or "config"
     if error["type"] == "extra_forbidden":
         known = _fields(path[:-1])
