@@ -132,6 +132,8 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     run = _read(config, overrides)
     if isinstance(against, str):
         against = Layout.parse(against)
+    # Torch takes seconds to load, and the batch longer to train.
+    say(f"a batch is trained under the config's layout, under {against}, and by one process")
     stages = []
     for part in run.parts:
         reasons = legal.faults(part.spec, against, None, part.data.max_len, float8=part.float8)

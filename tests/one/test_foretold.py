@@ -108,7 +108,7 @@ def test_steps_that_allocate_and_steps_of_another_config_are_left_out(config, tm
     (tmp_path / "metrics.jsonl").write_text("".join(row.to_json() + "\n" for row in changed))
     assert [one.step for one in read_measurements(tmp_path, config)] == [2, 3, 5, 7, 8]
     (tmp_path / "metrics.jsonl").write_text("".join(row.to_json() + "\n" for row in changed[:LEAST]))
-    with pytest.raises(UsageError, match="has 2 steps to calibrate by, and 4 are needed"):
+    with pytest.raises(UsageError, match="has 2 steps to calibrate by, without those that allocate memory, and 4 are needed"):
         read_measurements(tmp_path, config)
 
 

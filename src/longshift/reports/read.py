@@ -148,7 +148,7 @@ def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> di
         ),
         "tokens": sum(row.tokens for row in rows),
         "seconds": sum(row.seconds for row in rows),
-        "tokens per second": median_high(usual),
+        "median tokens per second": median_high(usual),
         "memory": max(row.memory_bytes for row in rows),
         "layouts tried": [str(choice) for choice in plan.choices] if plan else None,
         "machine": env.get("processor"),

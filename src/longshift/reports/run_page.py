@@ -128,7 +128,7 @@ def _sentence(drawn: _Drawn) -> str:
         else f"loss {facts['first losses']:.3f} to {facts['last losses']:.3f}; "
     )
     speed = (
-        f"{facts['tokens per second']:,.0f} tokens/s; {size_text(facts['memory'])} on the fullest"
+        f"{facts['median tokens per second']:,.0f} tokens/s; {size_text(facts['memory'])} on the fullest"
         " rank"
     )
     begin = f"{drawn.name}: {ended}" if drawn.name else ended.capitalize()

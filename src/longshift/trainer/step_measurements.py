@@ -98,8 +98,8 @@ def read_measurements(run: Path, config: Config) -> list[StepMeasurement]:
             )
     if len(steps) < LEAST:
         raise UsageError(
-            f"{run} has {len(steps)} steps to calibrate by, and {LEAST} are needed: train more of"
-            " them under its config"
+            f"{run} has {len(steps)} step{'s' * (len(steps) != 1)} to calibrate by, without those"
+            f" that allocate memory, and {LEAST} are needed: train more under its config"
         )
     return steps
 
