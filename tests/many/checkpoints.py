@@ -1,5 +1,6 @@
 """What the tests of checkpoints and faults run in forked worlds. Every function is called as f(world, **JSON) on each rank."""
 
+import errno
 import json
 import os
 import resource
@@ -347,11 +348,13 @@ def copied(world: World, layout: str) -> list[int]:
     return [StateCopy(state.optimizer).nbytes, saved_bytes(player.steps)]
 
 
-def save_without_a_copy(world: World, run: str, rank: int) -> list[bool]:
-    """Save when only one rank gets no memory for a copy. Whether the checkpoint is whole at once, and whether the saver tries again."""
+def save_without_a_copy(world: World, run: str, rank: int, of_the_map: bool) -> list[bool]:
+    """Save when only one rank gets no memory for a copy, by what a GPU's allocator or a map of pages raises. Whether the checkpoint is
+    whole at once, and whether the saver tries again."""
     state, _ = build(TRIAL, [Layout.parse("dp2.z1")], world)
     saver = Saver(Path(run), world, 3, background=True)
-    with patch.object(saver_module, "StateCopy", side_effect=OutOfMemoryError("no memory") if world.rank == rank else StateCopy):
+    error = OSError(errno.ENOMEM, "Cannot allocate memory") if of_the_map else OutOfMemoryError("no memory")
+    with patch.object(saver_module, "StateCopy", side_effect=error if world.rank == rank else StateCopy):
         saver.save(1, state.optimizer, {}, None, last=False)
     return [Path(run, "LATEST").exists(), saver.background]
 

@@ -659,8 +659,9 @@ def test_training_goes_on_while_checkpoints_are_written(call, place, tmp_path, l
     assert hidden(tmp_path / "meanwhile") == []
 
 
-def test_without_memory_for_a_copy_on_one_rank_all_save_at_once(call, tmp_path):
-    assert call(2, "save_without_a_copy", run=str(tmp_path), rank=1) == [[True, False]] * 2
+@pytest.mark.parametrize("of_the_map", [False, True])
+def test_without_memory_for_a_copy_on_one_rank_all_save_at_once(call, tmp_path, of_the_map):
+    assert call(2, "save_without_a_copy", run=str(tmp_path), rank=1, of_the_map=of_the_map) == [[True, False]] * 2
 
 
 def test_a_disk_that_is_full_ends_the_run_as_it_would_at_once(call, place, tmp_path):

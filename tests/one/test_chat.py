@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from longshift.config_parts import DataConfig, DocumentFormat, Source, TrainSource
 from longshift.documents.batch import Batches
+from longshift.documents.chat import BadRecord, render_record
+from longshift.documents.record_notes import RecordNotes
 from longshift.documents.tokenizer import Tokenizer, load, train
 from longshift.documents.tokens import build
 from longshift.errors import DataError
@@ -194,6 +196,7 @@ BAD = [
     ([TURNS[0], TURNS[1] | {"weight": 0.5}], "message 2: weight is 0.5, where 0 or 1"),
     ([TURNS[0], TURNS[1] | {"weight": 1, "train": False}], "message 2: weight and train do not say the same"),
     ([TURNS[0] | {"train": True}, TURNS[1]], "message 1, of the role user, is to be learned"),
+    ([*TURNS, TURNS[0] | {"train": True}, TURNS[1]], f"message {len(TURNS) + 1}, of the role user, is to be learned"),
     ([{"role": "user"}], "message 1 has no content"),
     ([{"role": "assistant", "tool_calls": "x"}], "tool_calls is text, where a list of objects"),
     (TURNS[:1], "no message is of the role assistant"),
@@ -211,6 +214,16 @@ def test_a_bad_conversation_is_refused_where_it_stands(messages, why, plain, tmp
     (tmp_path / "a.jsonl").write_text(good + json.dumps({"messages": messages}) + "\n")
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2, byte {len(good)}: .*{why}"):
         learned_of(tokenizer, tmp_path / "a.jsonl", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("number", "marks"), [(1, {"train": True}), (2, {"weight": 2})])
+def test_messages_are_counted_as_they_stand_in_the_record(number, marks):
+    """Without the message that a field `system` adds, and over prompt and completion."""
+    messages = [dict(message) for message in TURNS[:2]]
+    messages[number - 1] |= marks
+    for values, extra in (([messages], {"system": "be kind"}), ([messages[:1], messages[1:]], {})):
+        with pytest.raises(BadRecord, match=f"^message {number}"):
+            render_record(values, extra, "assistant", 0.0, RecordNotes(None))
 
 
 def test_templates_that_cannot_be_used(plain, tmp_path):

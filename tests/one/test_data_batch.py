@@ -138,7 +138,10 @@ def test_long_documents_need_a_policy(cache):
 
 def test_what_cannot_work_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"drop leaves nothing: all 2 documents are longer than max_len: 16"):
-        Batches(make_cache(tmp_path, [20, 16]), 1, 100, 16, "drop")
+        Batches(make_cache(tmp_path, [20, 17]), 1, 100, 16, "drop")
+    (tmp_path / "held").mkdir()
+    with pytest.raises(DataError, match=r"data.held_out: 0.999 leaves no document to train on"):
+        Batches(make_cache(tmp_path / "held", [20, 3]), 1, 100, 16, "drop", held=0.999)
 
 
 def test_document_from_ids():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,13 @@ TRIAL = Trial(SPEC, ((700, 333, 900, 2),), "float32", capacity=1100)
 LAYOUTS = ("dp1", "recompute-selective", "recompute-full.disk", "chunk300.disk", "dp1 > chunk300")
 
 
-def recorded(layouts: str, mistake: Callable[[Player], object] | None = None) -> tuple[Timeline, PredictedStep, Program, Recorder]:
+def recorded(
+    layouts: str, mistake: Callable[[Player], object] | None = None, trial: Trial = TRIAL
+) -> tuple[Timeline, PredictedStep, Program, Recorder]:
     """The first step of a state under these layouts."""
-    (batch,), world, recorder, programs = TRIAL.batches(), World.alone(), Recorder(), []
+    (batch,), world, recorder, programs = trial.batches(), World.alone(), Recorder(), []
     with Timeline(world.device) as timeline:
-        state, player = build(TRIAL, parse_layouts(layouts), world)
+        state, player = build(trial, parse_layouts(layouts), world)
         native = player.take
         player.take = lambda *given: programs.append(native(*given)) or programs[-1]
         if mistake:
@@ -64,6 +67,15 @@ def test_a_trace_has_what_was_recorded_and_what_was_predicted(tmp_path: Path, la
         assert min(counters) > 0
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
     assert ("attend_back 1, keys 0" in [event["name"] for event in events]) == ("chunk" in layouts)
+
+
+def test_a_trace_shows_how_a_home_on_disk_is_read_and_written(tmp_path: Path):
+    timeline, predicted, _, _ = recorded("dp1", trial=replace(TRIAL, home="disk"))
+    write_timeline(tmp_path / "t.json", 0, timeline.ops, predicted)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    for pid in {event["pid"] for event in events}:
+        lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == pid}
+        assert {"home in", "home out"} <= lanes
 
 
 def skipped(player: Player) -> None:

@@ -359,6 +359,8 @@ def test_the_groups_of_the_starter_are_valid(model):
 def test_the_starter_of_a_model_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(PRESETS["tiny-llama"])))
     assert parse_config(starter(str(tmp_path), ())).model.path == str(tmp_path)
+    odd = tmp_path.rename(tmp_path.with_name("my model, v2: {a}"))
+    assert Path(parse_config(starter(str(odd), ())).save.dir).name == odd.name
     with pytest.raises(UsageError, match="did you mean 'tiny-llama'"):
         starter("tiny-lama", ())
 

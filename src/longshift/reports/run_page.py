@@ -128,8 +128,8 @@ def _sentence(drawn: _Drawn) -> str:
         else f"loss {facts['first losses']:.3f} to {facts['last losses']:.3f}; "
     )
     speed = (
-        f"{facts['median tokens per second']:,.0f} tokens/s; {size_text(facts['memory'])} on the fullest"
-        " rank"
+        f"{facts['median tokens per second']:,.0f} tokens/s; {size_text(facts['memory'])} on the"
+        " fullest rank"
     )
     begin = f"{drawn.name}: {ended}" if drawn.name else ended.capitalize()
     return f"{begin}; {loss}{speed}; layout {facts['layout']}"
