@@ -102,7 +102,8 @@ def _decode(line: bytes, where: str, offset: int) -> str:
     except UnicodeDecodeError as error:
         byte = offset + error.start
         raise DataError(
-            f"{where}, byte {byte}: not UTF-8: {error.reason} (0x{line[error.start]:02x})"
+            f"{where}, byte {byte}: not UTF-8: {error.reason} (0x{line[error.start]:02x});"
+            " convert it, as with iconv -f latin1 -t utf-8"
         ) from None
 
 

@@ -264,7 +264,8 @@ def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         byte = error.start + len(whole) - len(data)
-        reason = f"not UTF-8: {error.reason} (0x{data[error.start]:02x})"
+        reason = f"not UTF-8: {error.reason} (0x{data[error.start]:02x}); convert it, as with iconv"
+        reason += " -f latin1 -t utf-8"
         raise DataError(f"{file.path}, line {line}, byte {byte}: {reason}") from None
     if not text:
         raise DataError(f"{file.path}: the file is empty")

@@ -210,7 +210,10 @@ def build(
             publish(target, partial(_write, sources, inputs, tokenizer, chat, report))
         except OSError as error:
             reason = error.strerror or error
-            raise DataError(f"{target}: cannot write the token cache: {reason}") from error
+            raise DataError(
+                f"{target}: cannot write the token cache: {reason}; choose another folder with"
+                " data.cache=..."
+            ) from error
     # The hash of a new one was made from what was written.
     return TokenCache.open(target, verify and not is_new)
 

@@ -140,14 +140,11 @@ def length_rows(lengths: np.ndarray) -> Iterator[str]:
         )
         bins[begin : begin + 2] = [merged]
     most_documents = max((bin.documents for bin in bins), default=0)
-    for bin in bins:
+    for number, bin in enumerate(bins):
         bar = "█" * round(BAR * bin.documents / most_documents)
-        yield (
-            (
-                f"{'':<{LABEL}}to {format_size(bin.high):<5} "
-                f"{bin.documents / len(lengths):6.1%}  {bar}"
-            ).rstrip()
-        )
+        what = "" if number else " of documents"
+        size = f"{'':<{LABEL}}to {format_size(bin.high):<5}"
+        yield f"{size} {bin.documents / len(lengths):6.1%}{what:<14}{bar}".rstrip()
 
 
 def layout_told(run: Config, plan: PlanFile | None) -> str:
