@@ -41,7 +41,8 @@ def is_too_wide(page: Path) -> bool:
 
 def test_a_plan_is_drawn(tmp_path: Path):
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
-    config = [str(ROOT / "examples" / "auto.yaml"), "--lengths", str(ROOT / "examples" / "lengths" / "github.csv")]
+    few = ["train.tokens_per_step=256K", "layout={auto: {pp: 1}}"]  # a short search
+    config = [str(ROOT / "examples" / "auto.yaml"), *few, "--lengths", str(ROOT / "examples" / "lengths" / "github.csv")]
     command = [sys.executable, "-m", "longshift.cli", "plan", *config, "--on", "8xh100", "--html", str(page)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     shown = visible(opened(page, "--dump-dom"))

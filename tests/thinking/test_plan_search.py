@@ -428,7 +428,7 @@ def test_plan_makes_all_updates_late_where_early_ones_have_no_room():
 
 def test_plan_streams_what_no_layout_of_whole_packs_holds():
     """Of few tokens, so that chunks are few; documents that fit whole packs have these."""
-    found = search(task_on("4xH100", 6, 1 << 19, spec=SMALL, tokens=1 << 19))
+    found = search(task_on("4xH100", 6, 1 << 19, spec=SMALL, tokens=1 << 19, pp=(1,), ring=(1,)))
     assert found.best is not None
     assert found.single is not None
     *whole, streamed = found.best.edges
