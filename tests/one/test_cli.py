@@ -606,13 +606,38 @@ def test_a_folder_without_a_checkpoint_is_none_to_resume_whatever_its_config(pla
 def test_a_run_that_was_moved_goes_on_where_it_is(place, longshift):
     assert longshift("train run.yaml")[0] == 0
     (place / "run").rename(place / "moved")
-    code, out, err = longshift("train moved/config.yaml --resume save.dir=moved train.steps=4")
-    assert (code, err) == (0, "")
+    code, out, err = longshift("train moved/config.yaml --resume=auto train.steps=4")
+    line = f"{place}/moved/config.yaml says save.dir {place}/run: its folder was moved or copied, and stays {place}/moved"
+    assert (code, err) == (0, f"longshift: {line}\n")
     assert "finished at step 4 of 4" in out
     assert not (place / "run").exists()
+    assert longshift("train moved/config.yaml --resume train.steps=5 save.dir=run")[::2] == (
+        2,
+        "longshift: run holds no checkpoint to resume from; leave out --resume to start at step 1\n",
+    )
+    (place / "run").rmdir()
     (place / "moved/config.yaml").unlink()
     code, out, err = longshift("train run.yaml --resume save.dir=moved train.steps=5")
     assert (code, err) == (0, "longshift: moved holds no config.yaml: the run goes on as run.yaml says\n")
+
+
+def test_a_copied_run_goes_on_beside_its_original(place, capsys):
+    """Workers go on in the copy, too, and the line about it comes once."""
+    assert len(list(ls.train("run.yaml", "layout=dp2", "train.steps=2"))) == 2
+    shutil.copytree(place / "run", place / "copy")
+    capsys.readouterr()
+    assert [step.step for step in ls.train("copy/config.yaml", "train.steps=3", resume=True)] == [3]
+    assert capsys.readouterr().err.count("its folder was moved or copied") == 1
+    assert [len(read_rows(place / name / "metrics.jsonl")) for name in ("run", "copy")] == [2, 3]
+    assert load_config("copy/config.yaml").save.dir == str(place / "copy")
+    assert load_config("run/config.yaml").train.steps == 2
+
+
+def test_a_config_beside_a_strangers_env_json_keeps_its_folder(place):
+    (place / "mine").mkdir()
+    (place / "mine/env.json").write_text("{}")
+    (place / "run.yaml").rename(place / "mine/config.yaml")
+    assert load_config("mine/config.yaml").save.dir == str(place / "run")
 
 
 def test_resume_from_python_tells_what_it_changes(place, capsys):

@@ -37,7 +37,7 @@ from pydantic import BaseModel
 from longshift import errors
 from longshift.command_results import RunSummary
 from longshift.config import Config
-from longshift.config_file import load_config
+from longshift.config_file import is_run_folder, load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, sweep, written
 from longshift.spec.positions import beyond, replaced_scaling
@@ -174,7 +174,8 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
             f"{folder.shown} already holds a run; continue it with --resume, or start another with"
             " save.dir=..."
         )
-    if not resume and (folder.config.exists() or folder.env.exists()) and not _written_here(folder):
+    has_files = folder.config.exists() or folder.env.exists()
+    if not resume and has_files and not is_run_folder(folder.path):
         raise UsageError(
             f"{folder.shown} holds a config.yaml or env.json that no run has written; choose"
             " another folder with save.dir=..."
@@ -256,14 +257,6 @@ def _wait_for_ranks(folder: RunFolder) -> None:
                 time.sleep(0.1)
             except OSError:  # a file system without locks
                 return
-
-
-def _written_here(folder: RunFolder) -> bool:
-    """Whether a run has left its machine there."""
-    try:
-        return "packages" in json.loads(folder.env.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
 
 
 def _lock(folder: RunFolder) -> IO[str]:
