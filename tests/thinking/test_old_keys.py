@@ -54,7 +54,7 @@ def test_packs_are_of_a_group(tmp_path: Path, key: str):
 def test_the_config_of_an_older_run_is_translated(tmp_path: Path):
     said: list[str] = []
     file = tmp_path / "config.yaml"
-    file.write_text(GOOD.replace("lr: 1e-3", "lr: 1e-3, frozen: 45, crowded: true"))
+    file.write_text(GOOD.replace("runs/demo", str(tmp_path)).replace("lr: 1e-3", "lr: 1e-3, frozen: 45, crowded: true"))
     with pytest.raises(UsageError, match="2 faults"):
         load_config(file)
     (tmp_path / "env.json").write_text('{"packages": {}}')
