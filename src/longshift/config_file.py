@@ -17,7 +17,7 @@ from longshift.layout.auto_layout import AutoLayout, with_current_words
 from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint, translate
 from longshift.terminal import Say, silent
-from longshift.train_config import StageConfig
+from longshift.train_config import StageConfig, default_min_lr
 from longshift.yaml_reader import MAX_BYTES, MAX_DEPTH, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
@@ -26,8 +26,8 @@ SHORT = {"home": "at"}  # sections that a word may stand for, and which key of t
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), say: Say = silent) -> Config:
     """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. The config of a
-    run may be of an earlier version; `say` gets a line for each of its settings that is no more. Its
-    save.dir is the folder in which it lies; `say` gets a line where that was moved or copied.
+    run may be of an earlier version; `say` gets a line for each of its settings that is no more.
+    Its save.dir is the folder in which it lies; `say` gets a line where that was moved or copied.
     Raises UsageError that lists every fault."""
     path = Path(path)
     try:
@@ -74,6 +74,7 @@ def parse_config(
     if run is not None:
         for line in translate(values):
             say(line)
+        _unset_min_lr(values)
         keys = [override.partition("=")[0] for override in overrides]
         if "save" not in keys and "save.dir" not in keys:
             _set_folder(values, run, name, say)
@@ -103,6 +104,15 @@ def parse_config(
     if len(faults) > MAX_FAULTS:
         lines.append(f"and {len(faults) - MAX_FAULTS} more")
     raise UsageError("\n  ".join(lines))
+
+
+def _unset_min_lr(values: dict[str, Any]) -> None:
+    """Leave out the tenth of lr that an earlier version wrote down, so that it follows lr."""
+    train = values.get("train")
+    if not isinstance(train, dict) or not isinstance(train.get("lr"), int | float):
+        return
+    if train.get("min_lr") == default_min_lr(train):
+        del train["min_lr"]
 
 
 def _set_folder(values: dict[str, Any], run: Path, name: str, say: Say) -> None:

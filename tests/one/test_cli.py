@@ -584,16 +584,33 @@ def test_resume_keeps_the_runs_settings_and_tells_what_the_file_has_otherwise(pl
     assert err.splitlines() == [
         "longshift: run.yaml is not what the run in run has; the run's settings stay, where the command line names no other:",
         "longshift:   train.lr: 0.001 in the run, 0.002 in run.yaml; to change it, write train.lr=0.002",
-        "longshift:   train.min_lr: 0.0001 in the run, 0.0002 in run.yaml; to change it, write train.min_lr=0.0002",
         "longshift:   save.every: 2 in the run, 7 in run.yaml; to change it, write save.every=7",
     ]
     kept = load_config("run/config.yaml")
     assert (kept.train.steps, kept.train.lr, kept.save.every) == (5, 1e-3, 2)
-    code, _, err = longshift("train run.yaml --resume=auto train.steps=6 train.lr=2e-3 train.min_lr=2e-4 save.every=7")
+    code, _, err = longshift("train run.yaml --resume=auto train.steps=6 train.lr=2e-3 save.every=7")
     assert (code, err) == (0, "")
     kept = load_config("run/config.yaml")
     assert (kept.train.steps, kept.train.lr, kept.save.every) == (6, 2e-3, 7)
     assert longshift("train run/config.yaml --resume train.steps=7")[::2] == (0, "")
+
+
+@pytest.mark.parametrize("written", ["null", "0.001"])
+def test_a_derived_min_lr_follows_lr_when_a_run_goes_on(place, longshift, written):
+    """A tenth of 1e-2 first, then of 5e-4. An earlier version wrote the number down: 0.001."""
+    assert longshift("train run.yaml train.lr=1e-2")[0] == 0
+    file = place / "run/config.yaml"
+    text = file.read_text()
+    assert text.count("min_lr: null") == 1
+    file.write_text(text.replace("min_lr: null", f"min_lr: {written}"))
+    assert longshift("train run/config.yaml --resume train.steps=5 train.lr=5e-4")[::2] == (0, "")
+    kept = load_config(file)
+    assert kept.train.min_lr == 5e-5
+    # Of step 5 of 5, whose count s is 4: min_lr + (lr - min_lr) (1 + cos(0.8 pi)) / 2.
+    assert read_rows(place / "run/metrics.jsonl")[-1]["lr"] == pytest.approx(5e-5 + 4.5e-4 * (1 + math.cos(0.8 * math.pi)) / 2)
+    assert longshift("train run/config.yaml --resume train.steps=6 train.min_lr=1e-4")[::2] == (0, "")
+    assert longshift("train run/config.yaml --resume train.steps=7 train.lr=6e-4")[::2] == (0, "")
+    assert load_config(file).train.min_lr == 1e-4
 
 
 def test_a_folder_without_a_checkpoint_is_none_to_resume_whatever_its_config(place, longshift):
