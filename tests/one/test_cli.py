@@ -45,6 +45,7 @@ from longshift.trainer.display import Display
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.launch import Interrupts
 from longshift.trainer.metrics import MetricsLog, StepMetrics, read_rows
+from longshift.trainer.run_folder import Cause
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -636,6 +637,25 @@ def test_a_run_that_was_moved_goes_on_where_it_is(place, longshift):
     (place / "moved/config.yaml").unlink()
     code, out, err = longshift("train run.yaml --resume save.dir=moved train.steps=5")
     assert (code, err) == (0, "longshift: moved holds no config.yaml: the run goes on as run.yaml says\n")
+
+
+def test_a_failed_run_that_goes_on_in_one_rank_is_no_longer_told_as_failed(place, longshift, monkeypatch):
+    """Rank 0 kills rank 1 in step 3, and says that it has lost it."""
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    monkeypatch.syspath_prepend(place)
+    (place / "killer.py").write_text(
+        "import os, signal\nimport psutil\n\n\ndef watch(step, *_):\n    if step.step == 3:\n"
+        "        ranks = psutil.Process(os.getppid()).children()\n"
+        "        [rank.send_signal(signal.SIGTERM) for rank in ranks if rank.pid != os.getpid()]\n"
+    )
+    with pytest.raises(PeerError, match=r"^rank 1 was ended by SIGTERM$"):
+        list(ls.train("run.yaml", "layout=dp2", "train.steps=5", "save.every=1", on_step="killer:watch"))
+    (place / "run/errors").mkdir(exist_ok=True)
+    (place / "run/errors/rank-0.json").write_text(Cause(rank=0, kind="PeerError", message="rank 0 lost its peers").to_json())
+    assert ls.report("run")[0].facts["ended"].startswith("failed after step")
+    assert longshift("train run/config.yaml --resume layout=dp1 train.on_step=null")[::2] == (0, "")
+    assert not (place / "run/errors").exists()
+    assert ls.report("run")[0].facts["ended"] == "finished"
 
 
 def test_a_copied_run_goes_on_beside_its_original(place, capsys):

@@ -191,6 +191,8 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first"
             f" checkpoint; remove it with: rm -r {folder.shown}  or start another with save.dir=..."
         )
+    if rank == 0:
+        clear_causes(folder)  # of an earlier start
     rewrite(folder.asked, config.to_yaml())
     if not resume:
         adopt(folder, config)
@@ -393,21 +395,22 @@ def root_cause(causes: list[Cause], exit_codes: Mapping[int, int]) -> Cause:
 
     When one rank dies, the others fail because of it: they lose a peer (PeerError), abort in NCCL
     (SIGABRT) or are ended by the launcher (SIGTERM). So a rank's own error comes before those, and
-    among equals the earliest."""
+    among equals the earliest. A signal in `causes` came before the launcher sent any."""
     told = {cause.rank for cause in causes}
     consequences = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 
     def order(cause: Cause) -> tuple[int, float]:
         # A person's error, a signal from outside, a crash, a lost peer, a signal that follows.
         if cause.kind == "Signal":
-            return (4 if -exit_codes[cause.rank] in consequences else 1), cause.time_s
+            follows = cause.rank not in told and -exit_codes[cause.rank] in consequences
+            return (4 if follows else 1), cause.time_s
         if cause.kind == PeerError.__name__:
             return 3, cause.time_s
         return (2 if cause.trace else 0), cause.time_s
 
     for rank, code in exit_codes.items():
         if code and rank not in told:
-            causes = [*causes, _silent(rank, code)]
+            causes = [*causes, silent_cause(rank, code)]
     return min(causes, key=order)
 
 
@@ -422,7 +425,7 @@ def as_error(cause: Cause) -> LongshiftError:
     return LongshiftError(f"rank {cause.rank} failed: {cause.message}\n{cause.trace}".rstrip())
 
 
-def _silent(rank: int, code: int) -> Cause:
+def silent_cause(rank: int, code: int) -> Cause:
     """The cause of a rank that ended without telling one."""
     if code >= 0:
         # With a trace, it comes after a person's own errors in `root_cause`.
