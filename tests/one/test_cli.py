@@ -128,7 +128,7 @@ def without_torch(line: str) -> subprocess.CompletedProcess:
         ("check {place}/run.yaml --against zz4", 2, "is not a layout word"),
         ("check {place}/run.yaml", 2, "check needs --against LAYOUT or --timeline"),
         ("check {place}/run.yaml --timeline --against dp2", 2, "check needs --against LAYOUT or --timeline"),
-        ("export {place} --to x", 2, "is not a run folder"),
+        ("export {place} --to x", 4, "is not a run folder"),
     ],
 )
 def test_help_and_errors_do_not_wait_for_torch(place, line, code, says):
@@ -183,6 +183,8 @@ def test_a_run_from_start_to_export(place, longshift):
     assert farewell["finished"]
     assert [row["step"] for row in read_rows(place / "run/metrics.jsonl")] == [1, 2, 3, 4, 5]
 
+    code, _, err = longshift("export run --to run")
+    assert (code, err) == (4, "longshift: run exists and is not empty; choose another folder\n")
     code, out, _ = longshift("export run --to run/export --json")
     assert code == 0
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(json.loads(out)["files"])
@@ -191,7 +193,7 @@ def test_a_run_from_start_to_export(place, longshift):
 def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift, monkeypatch):
     (place / "file").touch()
     code, _, err = longshift("train run.yaml save.dir=file/run")
-    assert code == 2
+    assert code == 4
     assert "run folder" in err
     assert "cannot be written" in err
     code, _, err = longshift("train run.yaml --resume")

@@ -38,7 +38,7 @@ from longshift import errors
 from longshift.command_results import RunSummary
 from longshift.config import Config
 from longshift.config_file import is_run_folder, load_config
-from longshift.errors import LongshiftError, PeerError, UsageError
+from longshift.errors import CheckpointError, LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, sweep, written
 from longshift.spec.positions import beyond, replaced_scaling
 from longshift.terminal import say
@@ -143,8 +143,8 @@ def prepare(config: Config, resume: bool, rank: int = 0, alone: bool = True) -> 
     so: the outcome is the same, and rank 0's process holds the lock. `alone`: no other rank does it
     now; then what killed processes have left there is removed.
 
-    Raises UsageError when the package of a tracker or the function of train.on_step is missing, the
-    folder or stream.folder cannot be written, another process trains there, it holds a run without
+    Raises UsageError when the package of a tracker or the function of train.on_step is missing,
+    stream.folder cannot be written, another process trains in the folder, it holds a run without
     `resume` being given, files that no run has written, or nothing to resume; OutOfMemoryError and
     CheckpointError where the disk refuses."""
     with written(f"the run folder {config.save.dir}"):
@@ -227,7 +227,8 @@ def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
     except OSError as fault:
         if fault.errno in NO_ROOM:
             raise
-        raise UsageError(
+        # Only the run folder is made here.
+        raise (CheckpointError if make else UsageError)(
             f"{what} {path} cannot be written: {fault.strerror}; choose another with {key}=..."
         ) from None
 
@@ -285,10 +286,11 @@ def _lock(folder: RunFolder) -> IO[str]:
 
 
 def read_config(path: Path) -> Config:
-    """The resolved config of a run folder. Raises UsageError where `path` is no run."""
+    """The resolved config of a run folder. Raises CheckpointError where `path` is no run, and
+    UsageError."""
     file = RunFolder(path).config
     if not file.is_file():
-        raise UsageError(f"{path} is not a run folder: it holds no config.yaml")
+        raise CheckpointError(f"{path} is not a run folder: it holds no config.yaml")
     return load_config(file)
 
 
