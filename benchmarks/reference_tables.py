@@ -243,7 +243,8 @@ def _argument_default(argument: Any) -> str:
     if argument.required:
         return "required"
     default = argument.field_info.default
-    return f"`{default}`" if isinstance(default, str) else ""
+    is_value = isinstance(default, str | int) and not isinstance(default, bool)
+    return f"`{default}`" if is_value else ""
 
 
 def command_names() -> list[str]:

@@ -393,7 +393,9 @@ def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) ->
         if on:
             command += ["--on", on]
         if resume:
-            command += [*name_changes(config, silent), "--resume"]
+            # Named, the folder gives no second line about a move.
+            folder_override = f"save.dir={json.dumps(config.save.dir)}"
+            command += [*name_changes(config, silent), folder_override, "--resume"]
         # In a group of its own, Ctrl-C does not reach it beside the signal that is sent below: a
         # second one would end it before it has saved.
         child = subprocess.Popen(

@@ -45,7 +45,7 @@ from longshift.spec.formats import (
 from longshift.spec.model import CROSS_ENTROPY, ModelSpec
 from longshift.spec.positions import stretched
 from longshift.spec.rule import OPTIMIZERS
-from longshift.train_config import LEAST_LR, TrainConfig
+from longshift.train_config import TrainConfig
 from longshift.workload.groups import SLOW_FLOPS, Edge, home_layout, timeout_s
 
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -300,7 +300,7 @@ class Config(Section):
             stage = values["train"]["stages"][number]
             end += stage.pop("steps")
             if "train.lr" in stage:  # a schedule of its own, over its own steps
-                values["train"] |= {"min_lr": LEAST_LR * stage["train.lr"], "warmup": 0}
+                values["train"] |= {"min_lr": None, "warmup": 0}
             for key, value in stage.items():
                 section, _, name = key.rpartition(".")
                 (values[section] if section else values)[name] = value

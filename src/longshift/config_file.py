@@ -1,6 +1,8 @@
 """Config files: a text, and `key=value` overrides, to a valid config, or to every fault with its
 line."""
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from longshift.layout.auto_layout import AutoLayout, with_current_words
 from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint, translate
 from longshift.terminal import Say, silent
-from longshift.train_config import StageConfig
+from longshift.train_config import StageConfig, default_min_lr
 from longshift.yaml_reader import MAX_BYTES, MAX_DEPTH, not_text, read_yaml
 
 MAX_FAULTS = 50  # that are listed
@@ -26,6 +28,7 @@ SHORT = {"home": "at"}  # sections that a word may stand for, and which key of t
 def load_config(path: str | Path, overrides: Sequence[str] = (), say: Say = silent) -> Config:
     """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. The config of a
     run may be of an earlier version; `say` gets a line for each of its settings that is no more.
+    Its save.dir is the folder in which it lies; `say` gets a line where that was moved or copied.
     Raises UsageError that lists every fault."""
     path = Path(path)
     try:
@@ -37,31 +40,45 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Say = sile
     except (OSError, ValueError) as fault:
         raise UsageError(f"config {str(path)[:300]} cannot be read: {fault}") from None
     # Only the config of a run may have keys of an earlier version: a new one is corrected instead.
-    is_of_run = (
-        path.name in ("config.yaml", ".config.yaml") and path.with_name("env.json").is_file()
-    )
-    return parse_config(text, overrides, name=str(path), say=say if is_of_run else None)
+    is_of_run = path.name in ("config.yaml", ".config.yaml") and is_run_folder(path.parent)
+    run = path.parent.absolute() if is_of_run else None
+    return parse_config(text, overrides, name=str(path), run=run, say=say)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has left its newest checkpoint or its machine there."""
+    if (folder / "LATEST").is_file():
+        return True
+    try:
+        return "packages" in json.loads((folder / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def parse_config(
     text: str,
     overrides: Sequence[str] = (),
     name: str = "config",
-    say: Say | None = None,
+    run: Path | None = None,
+    say: Say = silent,
 ) -> Config:
-    """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text
-    is the config of a run. Raises UsageError that lists every fault."""
+    """As `load_config`, of text; `name` stands for the file in faults; `run`: the folder of the run
+    whose config the text is. Raises UsageError that lists every fault."""
     # 1. The values of the text, and where each stands.
     document = read_yaml(text, name)
-    values = document.value if say is None else with_current_words(document.value)
+    values = document.value if run is None else with_current_words(document.value)
     if not isinstance(values, dict):
         raise UsageError(
             f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see"
             " longshift init"
         )
-    if say is not None:
+    if run is not None:
         for line in translate(values):
             say(line)
+        _unset_min_lr(values)
+        keys = [override.partition("=")[0] for override in overrides]
+        if "save" not in keys and "save.dir" not in keys:
+            _set_folder(values, run, name, say)
     places = {key: f"{name}:{line}" for key, line in document.lines.items()}
     faults = [
         f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in document.twice
@@ -88,6 +105,26 @@ def parse_config(
     if len(faults) > MAX_FAULTS:
         lines.append(f"and {len(faults) - MAX_FAULTS} more")
     raise UsageError("\n  ".join(lines))
+
+
+def _unset_min_lr(values: dict[str, Any]) -> None:
+    """Leave out the tenth of lr that an earlier version wrote down, so that it follows lr."""
+    train = values.get("train")
+    if not isinstance(train, dict) or not isinstance(train.get("lr"), int | float):
+        return
+    if train.get("min_lr") == default_min_lr(train):
+        del train["min_lr"]
+
+
+def _set_folder(values: dict[str, Any], run: Path, name: str, say: Say) -> None:
+    """Set save.dir to the folder in which the config of a run lies, in place."""
+    save = values.get("save")
+    if not isinstance(save, dict):
+        return
+    previous = save.get("dir")
+    save["dir"] = str(run)
+    if isinstance(previous, str) and os.path.realpath(previous) != os.path.realpath(run):
+        say(f"{name} says save.dir {previous}: its folder was moved or copied, and stays {run}")
 
 
 def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -> str | None:

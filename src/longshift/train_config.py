@@ -1,8 +1,18 @@
 """The `train` section of a config: steps, the optimizer, and the stages of a run."""
 
-from typing import Annotated, Required
+from collections.abc import Mapping
+from typing import Annotated, Any, Required
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator, with_config
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+    with_config,
+)
 from typing_extensions import TypedDict
 
 from longshift.config_parts import (
@@ -75,6 +85,11 @@ def _check_stage(stage: StageConfig) -> StageConfig:
 Stages = tuple[Annotated[StageConfig, AfterValidator(_check_stage)], ...]
 
 
+def default_min_lr(train: Mapping[str, Any]) -> float:
+    """Where the section gives none."""
+    return LEAST_LR * train.get("lr", 0.0)
+
+
 class TrainConfig(Section):
     """Steps and the optimizer."""
 
@@ -92,8 +107,8 @@ class TrainConfig(Section):
     )
     lr: PositiveRate = Field(description="the highest learning rate")
     min_lr: SmallestRate = Field(
-        default_factory=lambda data: LEAST_LR * data.get("lr", 0.0),
-        description="the learning rate at the end; a tenth of lr where it is not given",
+        default_factory=default_min_lr,
+        description="the learning rate at the end; a tenth of lr where it is null or not given",
     )
     warmup: Count = Field(0, description="steps in which the learning rate rises to lr")
     schedule: Decay = Field(
@@ -155,6 +170,17 @@ class TrainConfig(Section):
     stall_timeout: Seconds = Field(
         60.0, description="seconds that a local rank may be stopped (SIGSTOP) before the run ends"
     )
+
+    @field_validator("min_lr", mode="before")
+    @classmethod
+    def _tenth_of_lr(cls, value: object, info: ValidationInfo) -> object:
+        """As a number: null in the config of a run stands for the default."""
+        return default_min_lr(info.data) if value is None else value
+
+    @field_serializer("min_lr")
+    def _null_for_default(self, value: float) -> float | None:
+        """As a config says it: a tenth that is not written follows an lr that is changed."""
+        return None if value == default_min_lr({"lr": self.lr}) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

@@ -36,7 +36,7 @@ layout: {layout}
 save: {{dir: {place}/run/{name}, every: 2, keep: 2}}
 """
 KILL = 0  # in the place of an errno
-CODES = (2, 3, 4, 7)  # the run folder cannot be written at all; the token cache; the run folder later; no room
+CODES = (3, 4, 7)  # the token cache; the run folder; no room
 
 
 @dataclass(frozen=True)

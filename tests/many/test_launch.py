@@ -129,6 +129,21 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(folder, capfd):
     assert capfd.readouterr() == ("", "")  # the launcher's caller prints the cause, once
 
 
+def test_a_rank_that_sigterm_ends_is_named_before_the_peer_that_loses_it(folder):
+    """The launcher ends rank 2 by SIGTERM, too, which is a consequence."""
+    body = """
+from longshift.errors import PeerError
+from longshift.trainer.run_folder import RunFolder, write_cause
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGTERM)
+if rank == 0:
+    write_cause(RunFolder(folder), rank, PeerError("rank 0 lost its peers"))
+time.sleep(60)
+"""
+    with pytest.raises(PeerError, match=r"^rank 1 was ended by SIGTERM$"):
+        run(folder, body)
+
+
 def test_the_first_cause_is_raised_in_its_own_class(folder, capfd):
     """Rank 2 fails of itself; rank 0 sees only that a peer is gone, and says so first."""
     with pytest.raises(DataError, match=r"^line 7 is bad$") as caught:
@@ -332,6 +347,7 @@ def cause(rank: int, kind: str, time_s: float, trace: str = "") -> Cause:
         ([cause(0, "PeerError", 1.0)], {0: 1, 1: -6, 2: -15}, 0),
         ([cause(0, "DataError", 2.0), cause(1, "DataError", 1.0)], {0: 1, 1: 1}, 1),
         ([], {0: -15, 1: -9}, 1),
+        ([cause(0, "PeerError", 1.0), cause(2, "Signal", 0.0)], {0: 1, 1: -15, 2: -15}, 2),
         ([], {0: 0, 1: 3}, 1),
     ],
 )
@@ -365,6 +381,24 @@ def test_an_error_keeps_its_class_and_a_fault_of_ours_its_trace(folder):
 )
 def test_what_a_failure_on_a_rank_means(error, kind):
     assert type(rank_error(error, 0)).__name__ == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:20671: Connection reset by peer."
+            " This is typically caused by a remote worker hanging or bugs in the application. GLHF! \U0001f3d6",
+            "Read error [127.0.0.1]:20671: Connection reset by peer.",
+        ),
+        (
+            "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, remote process exited",
+            "NCCL error in: remote process exited",
+        ),
+    ],
+)
+def test_a_lost_peer_is_told_without_places_in_a_backends_source(text, shown):
+    assert str(rank_error(RuntimeError(text), 0)) == f"rank 0 lost its peers: {shown}"
 
 
 @pytest.fixture(scope="module")

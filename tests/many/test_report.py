@@ -14,7 +14,7 @@ from test_pages import BROWSER, is_too_wide, opened, visible
 
 import longshift as ls
 from longshift.documents.tokenizer import train as train_tokenizer
-from longshift.errors import UsageError
+from longshift.errors import CheckpointError, UsageError
 from longshift.reports.read import SERIES, RunReport, read_run
 from longshift.reports.run_page import kept_steps
 from longshift.trainer.metrics import read_rows
@@ -193,9 +193,9 @@ def test_a_run_that_was_cut_off_is_told_and_what_is_none_is_refused(runs: tuple[
     (cut / "errors" / "rank-1.json").write_text(Cause(rank=1, kind="Exit", message="no room", exit_code=7, time_s=0.0).to_json())
     assert read_run(cut).facts["ended"] == "failed after step 3: no room"
     (cut / "metrics.jsonl").write_text('{"step": 1, "what": 2}\n')
-    with pytest.raises(UsageError, match="has a row that no step has written"):
+    with pytest.raises(CheckpointError, match="has a row that no step has written"):
         read_run(cut)
     done = longshift("report", tmp_path / "none")
-    assert done.returncode == 2
+    assert done.returncode == 4
     assert "is not a run folder" in done.stderr
     assert "Traceback" not in done.stderr

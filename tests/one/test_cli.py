@@ -45,6 +45,7 @@ from longshift.trainer.display import Display
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.launch import Interrupts
 from longshift.trainer.metrics import MetricsLog, StepMetrics, read_rows
+from longshift.trainer.run_folder import Cause
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -127,7 +128,7 @@ def without_torch(line: str) -> subprocess.CompletedProcess:
         ("check {place}/run.yaml --against zz4", 2, "is not a layout word"),
         ("check {place}/run.yaml", 2, "check needs --against LAYOUT or --timeline"),
         ("check {place}/run.yaml --timeline --against dp2", 2, "check needs --against LAYOUT or --timeline"),
-        ("export {place} --to x", 2, "is not a run folder"),
+        ("export {place} --to x", 4, "is not a run folder"),
     ],
 )
 def test_help_and_errors_do_not_wait_for_torch(place, line, code, says):
@@ -182,6 +183,8 @@ def test_a_run_from_start_to_export(place, longshift):
     assert farewell["finished"]
     assert [row["step"] for row in read_rows(place / "run/metrics.jsonl")] == [1, 2, 3, 4, 5]
 
+    code, _, err = longshift("export run --to run")
+    assert (code, err) == (4, "longshift: run exists and is not empty; choose another folder\n")
     code, out, _ = longshift("export run --to run/export --json")
     assert code == 0
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(json.loads(out)["files"])
@@ -190,7 +193,7 @@ def test_a_run_from_start_to_export(place, longshift):
 def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift, monkeypatch):
     (place / "file").touch()
     code, _, err = longshift("train run.yaml save.dir=file/run")
-    assert code == 2
+    assert code == 4
     assert "run folder" in err
     assert "cannot be written" in err
     code, _, err = longshift("train run.yaml --resume")
@@ -584,16 +587,33 @@ def test_resume_keeps_the_runs_settings_and_tells_what_the_file_has_otherwise(pl
     assert err.splitlines() == [
         "longshift: run.yaml is not what the run in run has; the run's settings stay, where the command line names no other:",
         "longshift:   train.lr: 0.001 in the run, 0.002 in run.yaml; to change it, write train.lr=0.002",
-        "longshift:   train.min_lr: 0.0001 in the run, 0.0002 in run.yaml; to change it, write train.min_lr=0.0002",
         "longshift:   save.every: 2 in the run, 7 in run.yaml; to change it, write save.every=7",
     ]
     kept = load_config("run/config.yaml")
     assert (kept.train.steps, kept.train.lr, kept.save.every) == (5, 1e-3, 2)
-    code, _, err = longshift("train run.yaml --resume=auto train.steps=6 train.lr=2e-3 train.min_lr=2e-4 save.every=7")
+    code, _, err = longshift("train run.yaml --resume=auto train.steps=6 train.lr=2e-3 save.every=7")
     assert (code, err) == (0, "")
     kept = load_config("run/config.yaml")
     assert (kept.train.steps, kept.train.lr, kept.save.every) == (6, 2e-3, 7)
     assert longshift("train run/config.yaml --resume train.steps=7")[::2] == (0, "")
+
+
+@pytest.mark.parametrize("written", ["null", "0.001"])
+def test_a_derived_min_lr_follows_lr_when_a_run_goes_on(place, longshift, written):
+    """A tenth of 1e-2 first, then of 5e-4. An earlier version wrote the number down: 0.001."""
+    assert longshift("train run.yaml train.lr=1e-2")[0] == 0
+    file = place / "run/config.yaml"
+    text = file.read_text()
+    assert text.count("min_lr: null") == 1
+    file.write_text(text.replace("min_lr: null", f"min_lr: {written}"))
+    assert longshift("train run/config.yaml --resume train.steps=5 train.lr=5e-4")[::2] == (0, "")
+    kept = load_config(file)
+    assert kept.train.min_lr == 5e-5
+    # Of step 5 of 5, whose count s is 4: min_lr + (lr - min_lr) (1 + cos(0.8 pi)) / 2.
+    assert read_rows(place / "run/metrics.jsonl")[-1]["lr"] == pytest.approx(5e-5 + 4.5e-4 * (1 + math.cos(0.8 * math.pi)) / 2)
+    assert longshift("train run/config.yaml --resume train.steps=6 train.min_lr=1e-4")[::2] == (0, "")
+    assert longshift("train run/config.yaml --resume train.steps=7 train.lr=6e-4")[::2] == (0, "")
+    assert load_config(file).train.min_lr == 1e-4
 
 
 def test_a_folder_without_a_checkpoint_is_none_to_resume_whatever_its_config(place, longshift):
@@ -606,13 +626,57 @@ def test_a_folder_without_a_checkpoint_is_none_to_resume_whatever_its_config(pla
 def test_a_run_that_was_moved_goes_on_where_it_is(place, longshift):
     assert longshift("train run.yaml")[0] == 0
     (place / "run").rename(place / "moved")
-    code, out, err = longshift("train moved/config.yaml --resume save.dir=moved train.steps=4")
-    assert (code, err) == (0, "")
+    code, out, err = longshift("train moved/config.yaml --resume=auto train.steps=4")
+    line = f"{place}/moved/config.yaml says save.dir {place}/run: its folder was moved or copied, and stays {place}/moved"
+    assert (code, err) == (0, f"longshift: {line}\n")
     assert "finished at step 4 of 4" in out
     assert not (place / "run").exists()
+    assert longshift("train moved/config.yaml --resume train.steps=5 save.dir=run")[::2] == (
+        2,
+        "longshift: run holds no checkpoint to resume from; leave out --resume to start at step 1\n",
+    )
+    (place / "run").rmdir()
     (place / "moved/config.yaml").unlink()
     code, out, err = longshift("train run.yaml --resume save.dir=moved train.steps=5")
     assert (code, err) == (0, "longshift: moved holds no config.yaml: the run goes on as run.yaml says\n")
+
+
+def test_a_failed_run_that_goes_on_in_one_rank_is_no_longer_told_as_failed(place, longshift, monkeypatch):
+    """Rank 0 kills rank 1 in step 3, and says that it has lost it."""
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    monkeypatch.syspath_prepend(place)
+    (place / "killer.py").write_text(
+        "import os, signal\nimport psutil\n\n\ndef watch(step, *_):\n    if step.step == 3:\n"
+        "        ranks = psutil.Process(os.getppid()).children()\n"
+        "        [rank.send_signal(signal.SIGTERM) for rank in ranks if rank.pid != os.getpid()]\n"
+    )
+    with pytest.raises(PeerError, match=r"^rank 1 was ended by SIGTERM$"):
+        list(ls.train("run.yaml", "layout=dp2", "train.steps=5", "save.every=1", on_step="killer:watch"))
+    (place / "run/errors").mkdir(exist_ok=True)
+    (place / "run/errors/rank-0.json").write_text(Cause(rank=0, kind="PeerError", message="rank 0 lost its peers").to_json())
+    assert ls.report("run")[0].facts["ended"].startswith("failed after step")
+    assert longshift("train run/config.yaml --resume layout=dp1 train.on_step=null")[::2] == (0, "")
+    assert not (place / "run/errors").exists()
+    assert ls.report("run")[0].facts["ended"] == "finished"
+
+
+def test_a_copied_run_goes_on_beside_its_original(place, capsys):
+    """Workers go on in the copy, too, and the line about it comes once."""
+    assert len(list(ls.train("run.yaml", "layout=dp2", "train.steps=2"))) == 2
+    shutil.copytree(place / "run", place / "copy")
+    capsys.readouterr()
+    assert [step.step for step in ls.train("copy/config.yaml", "train.steps=3", resume=True)] == [3]
+    assert capsys.readouterr().err.count("its folder was moved or copied") == 1
+    assert [len(read_rows(place / name / "metrics.jsonl")) for name in ("run", "copy")] == [2, 3]
+    assert load_config("copy/config.yaml").save.dir == str(place / "copy")
+    assert load_config("run/config.yaml").train.steps == 2
+
+
+def test_a_config_beside_a_strangers_env_json_keeps_its_folder(place):
+    (place / "mine").mkdir()
+    (place / "mine/env.json").write_text("{}")
+    (place / "run.yaml").rename(place / "mine/config.yaml")
+    assert load_config("mine/config.yaml").save.dir == str(place / "run")
 
 
 def test_resume_from_python_tells_what_it_changes(place, capsys):

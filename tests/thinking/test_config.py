@@ -59,6 +59,7 @@ def test_reads_what_is_written_and_fills_in_the_rest(tmp_path, monkeypatch):
     assert config.train.tokens_per_step == 16384
     assert config.train.lr == 3e-4
     assert config.train.min_lr == pytest.approx(3e-5)
+    assert "min_lr: null" in config.to_yaml()
     assert config.model.init == "scratch"
     assert config.spec is PRESETS["tiny-llama"]
     assert config.data.train[1].path == str(tmp_path / "books/*.parquet")

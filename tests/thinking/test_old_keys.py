@@ -40,7 +40,7 @@ def test_packs_are_of_a_group(tmp_path: Path, key: str):
         parse_config(GOOD, [key])
     assert f"pack_tokens: no such key; {PACK}" in str(caught.value)
     file = tmp_path / "config.yaml"
-    (tmp_path / "env.json").write_text("{}")
+    (tmp_path / "env.json").write_text('{"packages": {}}')
     single = "layout: dp2\n" + GOOD.replace("lr: 1e-3", "lr: 1e-3, pack_tokens: 4K")
     file.write_text(single)
     (edge,) = load_config(file).edges
@@ -54,9 +54,9 @@ def test_packs_are_of_a_group(tmp_path: Path, key: str):
 def test_the_config_of_an_older_run_is_translated(tmp_path: Path):
     said: list[str] = []
     file = tmp_path / "config.yaml"
-    file.write_text(GOOD.replace("lr: 1e-3", "lr: 1e-3, frozen: 45, crowded: true"))
+    file.write_text(GOOD.replace("runs/demo", str(tmp_path)).replace("lr: 1e-3", "lr: 1e-3, frozen: 45, crowded: true"))
     with pytest.raises(UsageError, match="2 faults"):
         load_config(file)
-    (tmp_path / "env.json").write_text("{}")
+    (tmp_path / "env.json").write_text('{"packages": {}}')
     assert load_config(file, say=said.append).train.stall_timeout == 45
     assert said == [f"train.crowded was True in the run: {REMOVED['train.crowded'].instead}"]

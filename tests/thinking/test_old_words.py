@@ -46,7 +46,7 @@ def test_only_a_config_that_a_run_has_written_has_old_words(tmp_path: Path):
     file.write_text(CONFIG)
     with pytest.raises(UsageError, match="'keep-output' is not a layout word; here it is recompute-full"):
         load_config(file)
-    (tmp_path / "env.json").write_text("{}")
+    (tmp_path / "env.json").write_text('{"packages": {}}')
     assert [str(edge.use) for edge in load_config(file).edges] == ["dp2.recompute-full.z1", "u2.chunk1K.every1.host"]
     with pytest.raises(UsageError, match="'keep-input' is not a layout word; here it is every1"):
         load_config(file, ["layout=chunk1K.keep-input"])

@@ -130,10 +130,8 @@ def write_adapters(
 def _write_new(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder that appears whole or not at all. Raises CheckpointError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} exists and is not empty; export to another folder, or remove it: rm -r"
-            f" {folder}"
-        )
+        # No command to remove it: the model that a run began with may lie there, or the run.
+        raise CheckpointError(f"{folder} exists and is not empty; choose another folder")
     try:
         publish(folder, fill)
     except (OSError, SafetensorError) as error:

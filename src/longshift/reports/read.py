@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from longshift.cluster.host import has_gpu
 from longshift.config import Config
-from longshift.errors import UsageError
+from longshift.errors import CheckpointError, UsageError
 from longshift.files import read_json_object
 from longshift.print_result import CommandResult, fields_table
 from longshift.step_report import explain
@@ -78,13 +78,16 @@ class RunReport(CommandResult):
 
 
 def read_run(path: Path) -> RunReport:
-    """A run folder in numbers. Raises UsageError where it is none, or has no step yet."""
+    """A run folder in numbers. Raises CheckpointError where it is none or its metrics are damaged,
+    and UsageError where it has no step yet."""
     config = read_config(path)
     folder = RunFolder(path)
     try:
         rows = [StepMetrics.from_json(row) for row in read_rows(folder.metrics)]
     except (TypeError, ValueError, KeyError) as fault:
-        raise UsageError(f"{folder.metrics} has a row that no step has written: {fault}") from None
+        raise CheckpointError(
+            f"{folder.metrics} has a row that no step has written: {fault}"
+        ) from None
     if not rows:
         raise UsageError(f"{path} has no step yet: there is nothing to report")
     series = {name: [_finite(getattr(row, name)) for row in rows] for name in SERIES}

@@ -10,6 +10,7 @@ they get by a pipe or find in their environment, as only processes of their user
 """
 
 import os
+import re
 import signal
 import socket
 import time
@@ -39,6 +40,7 @@ from longshift.trainer.run_folder import (
     clear_causes,
     read_causes,
     root_cause,
+    silent_cause,
     write_cause,
 )
 
@@ -48,6 +50,9 @@ CAUSE_KEY = "longshift-cause"  # in the store, followed by the rank
 TELL_TIMEOUT = timedelta(seconds=5)
 POLL_S = 0.5
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+# What backends put into messages: lines of their source, and who may be to blame.
+SOURCE_LINE = re.compile(r"\[?[^\s\[]*/[^\s\]]+\.(?:cc|cpp|cu|h|hpp):\d+\]?,? ?")
+ADVICE_OF_GLOO = re.compile(r" This is typically caused by a remote worker hanging.*", re.DOTALL)
 RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 
 
@@ -150,9 +155,19 @@ def _watch(
         while len(codes := ranks.codes()) < len(ranks.pids) and not any(codes.values()):
             ranks.wait(min(POLL_S, stall_timeout_s / 4))
             causes += _end_stopped(ranks.pids, stopped_since_s, folder, stall_timeout_s)
+        causes += terminated_ranks(ranks)
     finally:
         ranks.end()
     return causes
+
+
+def terminated_ranks(ranks: Ranks) -> Iterator[Cause]:
+    """The ranks that SIGTERM has ended before the launcher sends it to those that are left. Yields
+    why they failed."""
+    ranks.wait(0.0)
+    for rank, code in ranks.codes().items():
+        if -code == signal.SIGTERM:
+            yield silent_cause(rank, code)
 
 
 def _end_stopped(
@@ -284,5 +299,6 @@ def rank_error(error: Exception, rank: int) -> Exception:
     # Backends raise plain RuntimeErrors, which name them, where a connection breaks.
     is_of_backend = isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
     if isinstance(error, dist.DistError) or is_of_backend:
+        text = ADVICE_OF_GLOO.sub("", SOURCE_LINE.sub("", text))
         return PeerError(f"rank {rank} lost its peers: {text}")
     return error

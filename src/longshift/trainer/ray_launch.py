@@ -48,6 +48,7 @@ from longshift.trainer.launch import (
     gather_causes,
     local_environment,
     open_store,
+    terminated_ranks,
 )
 from longshift.trainer.plan_file import PlanFile, keep
 from longshift.trainer.resume_config import fit_ranks
@@ -401,12 +402,14 @@ class RayRun:
             interrupts.reach(ranks)
             while len(codes := ranks.codes()) < config.world and not any(codes.values()):
                 ranks.wait(POLL_S)
+            terminated = list(terminated_ranks(ranks))
         finally:
             ranks.end()
         failed = {rank: code for rank, code in ranks.codes().items() if code}
         if not failed:
             return None, set()
-        causes = gather_causes(store, config.world, self.folder, list(ranks.lost.values()))
+        observed = [*ranks.lost.values(), *terminated]
+        causes = gather_causes(store, config.world, self.folder, observed)
         lost = {*ranks.lost, *(cause.rank for cause in causes if is_of_device(cause))}
         return root_cause(causes, failed), lost
 

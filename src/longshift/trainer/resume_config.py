@@ -80,8 +80,7 @@ def _compare(
     given: Config, folder: RunFolder, overrides: Sequence[str], say: Say
 ) -> tuple[Config, dict[str, tuple[Any, Any]]]:
     """The run's config with overrides, and in what `given` differs from it."""
-    # A folder may have been moved since its config was written.
-    run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
+    run = load_config(folder.config, overrides, say)
     given, run = with_its_plan(given, run, read(folder.path))
     return run, changes(run, given)
 

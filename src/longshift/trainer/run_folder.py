@@ -37,8 +37,8 @@ from pydantic import BaseModel
 from longshift import errors
 from longshift.command_results import RunSummary
 from longshift.config import Config
-from longshift.config_file import load_config
-from longshift.errors import LongshiftError, PeerError, UsageError
+from longshift.config_file import is_run_folder, load_config
+from longshift.errors import CheckpointError, LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, sweep, written
 from longshift.spec.positions import beyond, replaced_scaling
 from longshift.terminal import say
@@ -143,8 +143,8 @@ def prepare(config: Config, resume: bool, rank: int = 0, alone: bool = True) -> 
     so: the outcome is the same, and rank 0's process holds the lock. `alone`: no other rank does it
     now; then what killed processes have left there is removed.
 
-    Raises UsageError when the package of a tracker or the function of train.on_step is missing, the
-    folder or stream.folder cannot be written, another process trains there, it holds a run without
+    Raises UsageError when the package of a tracker or the function of train.on_step is missing,
+    stream.folder cannot be written, another process trains in the folder, it holds a run without
     `resume` being given, files that no run has written, or nothing to resume; OutOfMemoryError and
     CheckpointError where the disk refuses."""
     with written(f"the run folder {config.save.dir}"):
@@ -174,7 +174,8 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
             f"{folder.shown} already holds a run; continue it with --resume, or start another with"
             " save.dir=..."
         )
-    if not resume and (folder.config.exists() or folder.env.exists()) and not _written_here(folder):
+    has_files = folder.config.exists() or folder.env.exists()
+    if not resume and has_files and not is_run_folder(folder.path):
         raise UsageError(
             f"{folder.shown} holds a config.yaml or env.json that no run has written; choose"
             " another folder with save.dir=..."
@@ -190,6 +191,8 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first"
             f" checkpoint; remove it with: rm -r {folder.shown}  or start another with save.dir=..."
         )
+    if rank == 0:
+        clear_causes(folder)  # of an earlier start
     rewrite(folder.asked, config.to_yaml())
     if not resume:
         adopt(folder, config)
@@ -224,7 +227,8 @@ def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
     except OSError as fault:
         if fault.errno in NO_ROOM:
             raise
-        raise UsageError(
+        # Only the run folder is made here.
+        raise (CheckpointError if make else UsageError)(
             f"{what} {path} cannot be written: {fault.strerror}; choose another with {key}=..."
         ) from None
 
@@ -258,14 +262,6 @@ def _wait_for_ranks(folder: RunFolder) -> None:
                 return
 
 
-def _written_here(folder: RunFolder) -> bool:
-    """Whether a run has left its machine there."""
-    try:
-        return "packages" in json.loads(folder.env.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
-
-
 def _lock(folder: RunFolder) -> IO[str]:
     """The file of the lock, held until this process ends, however it does."""
     file = (folder.path / ".lock").open("a+", encoding="utf-8")
@@ -290,10 +286,11 @@ def _lock(folder: RunFolder) -> IO[str]:
 
 
 def read_config(path: Path) -> Config:
-    """The resolved config of a run folder. Raises UsageError where `path` is no run."""
+    """The resolved config of a run folder. Raises CheckpointError where `path` is no run, and
+    UsageError."""
     file = RunFolder(path).config
     if not file.is_file():
-        raise UsageError(f"{path} is not a run folder: it holds no config.yaml")
+        raise CheckpointError(f"{path} is not a run folder: it holds no config.yaml")
     return load_config(file)
 
 
@@ -400,21 +397,22 @@ def root_cause(causes: list[Cause], exit_codes: Mapping[int, int]) -> Cause:
 
     When one rank dies, the others fail because of it: they lose a peer (PeerError), abort in NCCL
     (SIGABRT) or are ended by the launcher (SIGTERM). So a rank's own error comes before those, and
-    among equals the earliest."""
+    among equals the earliest. A signal in `causes` came before the launcher sent any."""
     told = {cause.rank for cause in causes}
     consequences = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 
     def order(cause: Cause) -> tuple[int, float]:
         # A person's error, a signal from outside, a crash, a lost peer, a signal that follows.
         if cause.kind == "Signal":
-            return (4 if -exit_codes[cause.rank] in consequences else 1), cause.time_s
+            follows = cause.rank not in told and -exit_codes[cause.rank] in consequences
+            return (4 if follows else 1), cause.time_s
         if cause.kind == PeerError.__name__:
             return 3, cause.time_s
         return (2 if cause.trace else 0), cause.time_s
 
     for rank, code in exit_codes.items():
         if code and rank not in told:
-            causes = [*causes, _silent(rank, code)]
+            causes = [*causes, silent_cause(rank, code)]
     return min(causes, key=order)
 
 
@@ -429,7 +427,7 @@ def as_error(cause: Cause) -> LongshiftError:
     return LongshiftError(f"rank {cause.rank} failed: {cause.message}\n{cause.trace}".rstrip())
 
 
-def _silent(rank: int, code: int) -> Cause:
+def silent_cause(rank: int, code: int) -> Cause:
     """The cause of a rank that ended without telling one."""
     if code >= 0:
         # With a trace, it comes after a person's own errors in `root_cause`.
