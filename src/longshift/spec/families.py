@@ -23,7 +23,7 @@ from longshift.spec.positions import (
     read_rotary_width,
     read_window,
     read_window_rope,
-    scaling_section,
+    scaling_keys,
     window_keys,
 )
 
@@ -200,6 +200,7 @@ def _read_llama_like(read: Reader, family: Family, values: Mapping[str, Any]) ->
     if family.experts:
         extras |= _read_experts(read, *family.experts)
     _check_scale(read, head_width)
+    has_kinds = "window_rope" in extras
     window, full_blocks = read_window(
         read, values["layers"], family.window, family.window_size, family.window_every
     )
@@ -210,7 +211,7 @@ def _read_llama_like(read: Reader, family: Family, values: Mapping[str, Any]) ->
         "out_bias": attention_bias,
         "mlp_bias": biases.get("mlp_bias", False),
         "rotary": rotary if rotary < head_width else None,
-        "rope": read_rope(read, family.theta),
+        "rope": read_rope(read, family.theta, "full_attention" if has_kinds else None),
         "nope_every": read_nope_every(read, family.nope_every, values["layers"]),
         "sliding_window": window,
         "full_blocks": full_blocks,
@@ -271,7 +272,7 @@ def _llama_like_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
         "head_dim": spec.head_width,
         "attention_dropout": 0.0,
         "rope_theta": rope.theta,
-        "rope_scaling": scaling_section(rope),
+        **scaling_keys(rope),
     }
     if "attention_bias" in family.biases:
         config["attention_bias"] = spec.out_bias
