@@ -177,6 +177,18 @@ def test_gpt2_warns_of_dropout_once_and_reads_on():
         from_hugging_face({**GPT2, "attn_pdrop": 0.0, "embd_pdrop": 0, "resid_pdrop": 0.0})
 
 
+def test_a_router_loss_that_is_not_trained_with_is_warned_of_once():
+    config = {**to_hugging_face(preset("tiny-qwen3-moe")), "router_aux_loss_coef": 0.3}
+    with pytest.warns(UserWarning, match=r"auxiliary loss of routers \(output_router_logits: true\); training here adds none") as caught:
+        assert from_hugging_face({**config, "output_router_logits": True}) == preset("tiny-qwen3-moe")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_hugging_face({**config, "output_router_logits": False})
+    with pytest.raises(UsageError, match=r"output_router_logits = 'yes': must be true or false"):
+        from_hugging_face({**config, "output_router_logits": "yes"})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
