@@ -357,6 +357,19 @@ def test_tokenizer_files_and_token_ids_are_carried_along(folders, tmp_path):
             assert AutoTokenizer.from_pretrained(out).eos_token_id == 2
 
 
+def test_the_pad_token_is_trained_as_any_other(folders, tmp_path):
+    """As docs/models.md says; transformers gives its embedding no gradient."""
+    copy_folder(folders("olmoe"), tmp_path, load_file(folders("olmoe") / "model.safetensors"))
+    pad = int(documents()[0].ids[0])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+    mine, other = (way(tmp_path, torch.float64, documents()).grads["model.embed_tokens.weight"] for way in (ours, theirs))
+    assert mine[pad].norm() > 1e-6
+    assert not other[pad].any()
+    other[pad] = mine[pad]
+    assert (mine - other).norm() / mine.norm() < EXACT
+
+
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
 ORIGINAL = "original_max_position_embeddings"
 RAMP = 1e-6  # transformers forms the ramp between YaRN's bounds in float32; other positions change logits by 1e-2
