@@ -357,6 +357,27 @@ def test_tokenizer_files_and_token_ids_are_carried_along(folders, tmp_path):
             assert AutoTokenizer.from_pretrained(out).eos_token_id == 2
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
+def test_fused_experts_are_read_as_matrices_of_each(name, folders, tmp_path):
+    """As transformers 5 saves them with save_original_format=False."""
+    spec, tensors = read_all(folders(name))
+    model = AutoModelForCausalLM.from_pretrained(folders(name), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    stored = load_file(tmp_path / "fused/model.safetensors")
+    assert stored["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
+    again, fused = read_all(tmp_path / "fused")
+    assert again == spec
+    assert all(torch.equal(fused[weight], tensor) for weight, tensor in tensors.items())
+    weights = WeightFolder(tmp_path / "fused", spec)
+    for p in (p for p in spec.params if p.experts):  # from the middle of an expert to that of another
+        box = Box((p.shape[0] // p.experts // 2, 1), (p.shape[0] - 3, p.shape[1] - 1))
+        assert torch.equal(weights.read(p.name, box), tensors[p.name][tuple(slice(a, b) for a, b in zip(box.start, box.stop))])
+    stored["model.layers.0.mlp.experts.gate_up_proj"] = stored["model.layers.0.mlp.experts.gate_up_proj"][:, 1:].clone()
+    save_file(stored, tmp_path / "fused/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected  model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        WeightFolder(tmp_path / "fused", spec)
+
+
 def test_the_pad_token_is_trained_as_any_other(folders, tmp_path):
     """As docs/models.md says; transformers gives its embedding no gradient."""
     copy_folder(folders("olmoe"), tmp_path, load_file(folders("olmoe") / "model.safetensors"))
