@@ -65,6 +65,21 @@ def nearest(word: str, vocabulary: Iterable[str], least_alike: float = 0.6) -> l
     return difflib.get_close_matches(word, list(vocabulary), 1, least_alike)
 
 
+def sort_by_likeness(word: str, names: Iterable[str]) -> list[str]:
+    """Dotted names, the most alike first: by the run of a name's parts that is most like a word."""
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        runs = [
+            ".".join(parts[start:stop])
+            for start in range(len(parts))
+            for stop in range(start + 1, len(parts) + 1)
+        ]
+        return max(difflib.SequenceMatcher(None, word, run).ratio() for run in runs)
+
+    return sorted(names, key=likeness, reverse=True)
+
+
 def did_you_mean(word: str, vocabulary: Iterable[str], otherwise: str = "known") -> str:
     """The end of a sentence about a word that is not in a vocabulary: the nearest one; where none
     is near, all of them after `otherwise`, or nothing where that is empty."""

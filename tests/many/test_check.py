@@ -4,8 +4,11 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import mutants
+import numpy as np
 import pytest
 import torch
 from forked import Worlds
@@ -15,11 +18,14 @@ from longshift.config_file import parse_config
 from longshift.dist import fork
 from longshift.dist.fork import SpawnedWorld
 from longshift.dist.world import World
+from longshift.documents.batch import Document
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.layout.layout import Layout
+from longshift.model.loss import IGNORE
 from longshift.spec.families import preset, to_hugging_face
 from longshift.trainer import check as trainer_check
 from longshift.trainer import check_run, step_trace
+from longshift.trainer.check import leaks
 from longshift.trainer.check_run import (
     CHUNKS,
     LEAST,
@@ -225,6 +231,34 @@ def test_without_a_mistake_it_passes(checked, how):
     code, said = checked(*how)
     assert code == 0
     assert "PASS: " in said
+
+
+@pytest.mark.parametrize("preset_name", ["tiny-llama", "tiny-qwen3-moe"])
+def test_documents_that_see_each_other_leak_with_and_without_experts(checked, preset_name, monkeypatch):
+    monkeypatch.setattr(trainer_check, "PROBES", 6)
+    with mutants.mistaken("no_document_mask"):
+        _, said = checked("dp1", f"model={{preset: {preset_name}}}")
+    assert ", 0 leaked positions" not in said
+    code, said = checked("dp1", f"model={{preset: {preset_name}}}")
+    assert (code, ", 0 leaked positions" in said) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("preset_name", "change", "has_leaked"),
+    [
+        ("tiny-llama", 4.5e-16, True),
+        ("tiny-qwen3-moe", 4.5e-16, False),
+        ("tiny-qwen3-moe", 1e-9, True),
+        ("tiny-qwen3-moe", float("nan"), True),
+    ],
+)
+def test_a_leak_is_any_change_without_experts_and_more_than_rounding_with_them(monkeypatch, preset_name, change, has_leaked):
+    document = Document(np.arange(4), np.array([1, 2, 3, IGNORE]))
+    losses = iter([6.0, 6.0 * (1 + change)] * trainer_check.PROBES)
+    monkeypatch.setattr(trainer_check, "_loss", lambda player, documents: next(losses))
+    case: Any = SimpleNamespace(spec=preset(preset_name), batches=[SimpleNamespace(documents=[document] * 2)])
+    player: Any = None
+    assert set(leaks(player, case, 0)) == {has_leaked}
 
 
 def test_a_model_without_room_is_refused_before_it_starts(place, monkeypatch):

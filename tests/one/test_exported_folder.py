@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -109,9 +110,11 @@ SOURCES: dict[str, tuple[PreTrainedConfig, dict[str, object]]] = {
     "phi3": (Phi3Config(**SMALL, pad_token_id=0), {"original_max_position_embeddings": 4096, "chunk_size_feed_forward": 0}),
     "gpt2": (GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=4, n_positions=256), {"n_ctx": 256, "summary_type": "cls_index"}),
     "llama": (LlamaConfig(**SMALL), {"pretraining_tp": 1, "max_length": 20}),
+    "mixtral": (MixtralConfig(**SMALL, num_key_value_heads=4), {"output_router_logits": True, "router_aux_loss_coef": 0.3}),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*asks for the auxiliary loss")
 @pytest.mark.parametrize("family", SOURCES)
 def test_keys_that_say_nothing_of_the_function_are_carried_over(plain, tmp_path, family):  # noqa: F811
     chat_folder(plain, tmp_path, "qwen")

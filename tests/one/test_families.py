@@ -138,6 +138,17 @@ def test_old_and_new_rope_keys_mean_the_same():
     assert from_hugging_face(without(LLAMA_31_8B, "rope_scaling", "rope_theta")).rope == Rope(10000.0)
 
 
+def test_rope_parameters_of_kinds_of_blocks_are_nothing_else():
+    """As in transformers, which reads neither a mapping for all blocks nor kinds of blocks in rope_scaling."""
+    linear = {"rope_type": "linear", "factor": 2.0}
+    config = {**to_hugging_face(preset("gemma-3-1b")), "rope_theta": None, "rope_local_base_freq": None}
+    spec = from_hugging_face({**config, "rope_parameters": {"full_attention": linear}})
+    assert (spec.rope, spec.window_rope) == (Rope(1e6, "linear", 2.0), Rope(1e4))
+    for key, section in (("rope_parameters", linear), ("rope_scaling", {"full_attention": linear})):
+        with pytest.raises(UsageError, match=f"{key}[.a-z_]* = "):
+            from_hugging_face({**config, key: section})
+
+
 def test_qwen_has_biases_and_no_window_unless_asked():
     config = QWEN25_05B
     spec = from_hugging_face(config)
@@ -166,6 +177,18 @@ def test_gpt2_warns_of_dropout_once_and_reads_on():
         from_hugging_face({**GPT2, "attn_pdrop": 0.0, "embd_pdrop": 0, "resid_pdrop": 0.0})
 
 
+def test_a_router_loss_that_is_not_trained_with_is_warned_of_once():
+    config = {**to_hugging_face(preset("tiny-qwen3-moe")), "router_aux_loss_coef": 0.3}
+    with pytest.warns(UserWarning, match=r"auxiliary loss of routers \(output_router_logits: true\); training here adds none") as caught:
+        assert from_hugging_face({**config, "output_router_logits": True}) == preset("tiny-qwen3-moe")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_hugging_face({**config, "output_router_logits": False})
+    with pytest.raises(UsageError, match=r"output_router_logits = 'yes': must be true or false"):
+        from_hugging_face({**config, "output_router_logits": "yes"})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -189,6 +212,10 @@ def test_gpt2_warns_of_dropout_once_and_reads_on():
         ({"rope_scaling": "linear"}, "must be a mapping"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": None}, "but rope_theta says 500000.0"),
         ({"rope_parameters": {"rope_type": "default"}}, "given twice"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.full_attention = {'rope_type': 'linear', 'factor': 2.0}: this family has one rotary embedding for all blocks",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: needs rotary embedding of a part"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 5}, "32: does not divide into 5 key/value heads"),

@@ -37,6 +37,7 @@ from longshift.model.weight_folder import INDEX, WeightFolder
 from longshift.model.write_folder import TOKEN_IDS, FolderExtras, write_folder
 from longshift.spec.families import PRESETS, from_hugging_face, read_spec
 from longshift.spec.model import ModelSpec
+from longshift.spec.positions import stretched
 
 SIZES: dict[str, Any] = {
     "vocab_size": 257,
@@ -354,6 +355,71 @@ def test_tokenizer_files_and_token_ids_are_carried_along(folders, tmp_path):
         assert (out / "chat_template.jinja").exists() == (number < 2)
         if number < 2:
             assert AutoTokenizer.from_pretrained(out).eos_token_id == 2
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
+def test_fused_experts_are_read_as_matrices_of_each(name, folders, tmp_path):
+    """As transformers 5 saves them with save_original_format=False."""
+    spec, tensors = read_all(folders(name))
+    model = AutoModelForCausalLM.from_pretrained(folders(name), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    stored = load_file(tmp_path / "fused/model.safetensors")
+    assert stored["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
+    again, fused = read_all(tmp_path / "fused")
+    assert again == spec
+    assert all(torch.equal(fused[weight], tensor) for weight, tensor in tensors.items())
+    weights = WeightFolder(tmp_path / "fused", spec)
+    for p in (p for p in spec.params if p.experts):  # from the middle of an expert to that of another
+        box = Box((p.shape[0] // p.experts // 2, 1), (p.shape[0] - 3, p.shape[1] - 1))
+        assert torch.equal(weights.read(p.name, box), tensors[p.name][tuple(slice(a, b) for a, b in zip(box.start, box.stop))])
+    stored["model.layers.0.mlp.experts.gate_up_proj"] = stored["model.layers.0.mlp.experts.gate_up_proj"][:, 1:].clone()
+    save_file(stored, tmp_path / "fused/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected  model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        WeightFolder(tmp_path / "fused", spec)
+
+
+def test_the_pad_token_is_trained_as_any_other(folders, tmp_path):
+    """As docs/models.md says; transformers gives its embedding no gradient."""
+    copy_folder(folders("olmoe"), tmp_path, load_file(folders("olmoe") / "model.safetensors"))
+    pad = int(documents()[0].ids[0])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+    mine, other = (way(tmp_path, torch.float64, documents()).grads["model.embed_tokens.weight"] for way in (ours, theirs))
+    assert mine[pad].norm() > 1e-6
+    assert not other[pad].any()
+    other[pad] = mine[pad]
+    assert (mine - other).norm() / mine.norm() < EXACT
+
+
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
+RAMP = 1e-6  # transformers forms the ramp between YaRN's bounds in float32; other positions change logits by 1e-2
+
+
+@pytest.mark.parametrize("inside", [None, 16])
+@pytest.mark.parametrize("outside", [None, 32])
+@pytest.mark.parametrize(("name", "rope"), [("qwen3", YARN_ROPE), ("qwen3-moe", YARN_ROPE), ("llama3", LLAMA3_ROPE), ("gemma3", YARN_ROPE)])
+def test_original_positions_beside_the_section_count_as_in_transformers(name, rope, outside, inside, folders, tmp_path):
+    """They count before those in the section, but not where each kind of block has a section."""
+    copy_folder(folders(name), tmp_path, load_file(folders(name) / "model.safetensors"))
+    section = rope | ({ORIGINAL: inside} if inside else {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    local = config["rope_parameters"].get("sliding_attention")
+    config["rope_parameters"] = {"full_attention": section, "sliding_attention": local} if local else section
+    (tmp_path / "config.json").write_text(json.dumps(config | ({ORIGINAL: outside} if outside else {})))
+    found = worst(ours(tmp_path, torch.float64, documents()), theirs(tmp_path, torch.float64, documents()))
+    assert max(found.values()) < (RAMP if rope is YARN_ROPE else EXACT)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear"])
+def test_an_export_with_another_scaling_has_its_own_original_positions(kind, folders, tmp_path):
+    spec, tensors = read_all(folders("qwen3"))
+    long = stretched(spec, kind, 256)
+    carried = FolderExtras({}, ("<end>", 2), {}, (2,), {ORIGINAL: 16}, None)
+    write_folder(tmp_path / "out", long, iter(tensors.items()), torch.float32, carried)
+    assert read_spec(tmp_path / "out") == long
+    found = worst(ours(tmp_path / "out", torch.float64, documents()), theirs(tmp_path / "out", torch.float64, documents()))
+    assert max(found.values()) < (RAMP if kind == "yarn" else EXACT)
 
 
 def test_a_box_is_read_without_the_rest_of_its_weight(tmp_path):

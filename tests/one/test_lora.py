@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from longshift.layout.layout import Layout as Degrees
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.loss import IGNORE
 from longshift.spec.adapters import Lora, partly_trained
-from longshift.spec.families import read_spec
+from longshift.spec.families import preset, read_spec
 from longshift.state.checkpoint import Checkpoint
 from longshift.trainer.build_run import build_state
 from longshift.trainer.corpus import open_corpus
@@ -194,6 +195,16 @@ def test_what_is_frozen_stays_and_the_rest_learns(place: Path, tmp_path: Path):
 def test_what_cannot_be_meant_is_refused(place: Path, tmp_path: Path, more: str, fault: str):
     with pytest.raises(UsageError, match=fault):
         config_of(place, tmp_path / "run", more=more)
+
+
+def test_a_pattern_that_matches_nothing_is_told_the_nearest_names():
+    mixtral = replace(preset("tiny-llama"), family="mixtral", experts=4, top_k=2)
+    with pytest.raises(UsageError, match=r"most alike first: model\.layers\.0\.block_sparse_moe\.gate\.weight, ") as caught:
+        partly_trained(mixtral, None, ("*.mlp.gate.*",))
+    first_block = [p.name for p in mixtral.params if p.unit <= 1]
+    assert all(name in str(caught.value) for name in first_block)
+    with pytest.raises(UsageError, match=r"most alike first: model\.layers\.0\.self_attn\.q_proj\.weight, "):
+        partly_trained(preset("tiny-llama"), None, ("*.q_porj.*",))
 
 
 def test_there_must_be_something_to_merge_and_something_beside_adapters(place: Path, tmp_path: Path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from longshift.layout.layout import Layout
+from longshift.model.packed_attention import EVEN
 from longshift.schedule.sequence import token_order
 from longshift.simulate import turn_calls as module
 from longshift.simulate.turn_calls import DEGREES, TurnCalls, TurnKind, exact_calls, turn_calls
@@ -58,6 +59,43 @@ def test_calls_at_another_length_are_those_recorded_there(model: str, mesh: tupl
         for key, row in calls.collectives.items():
             assert row[0] == recorded.collectives[key][0]
             assert float(at(row[1:], tokens)) == float(at(recorded.collectives[key][1:], 0))
+
+
+def with_experts(experts: int, top_k: int) -> ModelSpec:
+    return replace(preset("tiny-qwen3-moe"), experts=experts, top_k=top_k)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(7, 3), (20, 8)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_calls_of_experts_in_float32_are_those_recorded_at_another_length(experts: int, top_k: int, mesh: tuple[int, int, int]):
+    """A multiple of 7 and 5 tokens on each rank, so that all experts have as many rows."""
+    spec, (tp, ulysses, ring) = with_experts(experts, top_k), mesh
+    layout, tokens = Layout(tp=tp, ulysses=ulysses, ring=ring), 1400 * ulysses * ring
+    for phase in PHASES:
+        kind = kind_of(spec, mesh, phase)._replace(compute_bytes=4)
+        setup = RankSetup(spec, layout, layout.coord(0), kind.compute_bytes, kind.transport)
+        profile = unit_turn(setup, token_order([tokens], ring, ulysses * tp), "block", phase)
+        calls, recorded = turn_calls(kind), exact_calls(mesh, profile.calls)
+        assert total_flops(calls, tokens) == recorded_flops(profile)
+        assert float(at(calls.pass_bytes, tokens)) == pytest.approx(float(at(recorded.pass_bytes, 0)), rel=1e-9)
+        assert calls.kernels == recorded.kernels
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (7, 3), (160, 8), (128, 8), (63, 6), (4095, 2)])
+@pytest.mark.parametrize("compute_bytes", [2, 4, 8])
+def test_the_pack_to_record_is_short_where_time_goes_with_its_square(experts: int, top_k: int, compute_bytes: int):
+    """By definition attention of 7 times the tokens plays 49 times the matmuls."""
+    spec = with_experts(experts, top_k)
+    kind = kind_of(spec, (1, 1, 1), "pass")._replace(compute_bytes=compute_bytes)
+    prime = module._token_prime(spec, kind.mesh)
+    rows = module._rows_per_prime(kind, prime)
+    assert rows * top_k % experts == 0
+    assert rows % 2 == 0
+    assert rows % prime
+    if compute_bytes == 2:
+        assert rows % EVEN == 0
+    else:
+        assert rows <= max(2 * EVEN, 2 * experts)
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "llama-3-8b"])

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ from longshift.errors import CheckpointError, shown
 from longshift.files import read_small
 from longshift.layout.box import Box
 from longshift.spec.adapters import adapter_faults
+from longshift.spec.config_json import MAX_EXPERTS
 from longshift.spec.model import ModelSpec
 from longshift.spec.param import Param
 
@@ -30,9 +31,71 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 # Buffers that older checkpoints carry: GPT-2's causal mask, Llama's rotary frequencies.
 _BUFFER = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _ROW_BLOCK = 4096
+# Tensors of all experts, and the matrices of each expert that they have one below another.
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# transformers fuses experts under its own names for them.
+_MIXTRAL_FUSED = {
+    "block_sparse_moe": "mlp",
+    "w1.": "gate_proj.",
+    "w2.": "down_proj.",
+    "w3.": "up_proj.",
+}
 MAX_FAULTS = 50  # that are listed
 MAX_CONFIG_BYTES = 1 << 20  # of an adapter_config.json
 PEFT = "base_model.model."  # before the names of weights that PEFT stores
+
+
+class _ExpertRows(NamedTuple):
+    """Some rows of an expert in a tensor of all experts [E, rows, columns], as safetensors shows a
+    tensor of its own."""
+
+    tensor: Any
+    expert: int
+    first: int
+    rows: int
+
+    def get_shape(self) -> list[int]:
+        return [self.rows, self.tensor.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self.tensor.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows, columns = index
+        shifted = slice(self.first + rows.start, self.first + rows.stop)
+        return self.tensor[(self.expert, shifted, columns)]
+
+
+class _SplitExperts:
+    """A safetensors file that shows three matrices for each expert, also where transformers 5 saved
+    two tensors of all experts of a block."""
+
+    def __init__(self, file: Any):
+        self._file = file
+        self._experts: dict[str, tuple[str, int, int, int]] = {}
+        self._names: list[str] = []
+        for name in file.keys():  # noqa: SIM118
+            stem, _, role = name.rpartition(".experts.")
+            parts = _FUSED.get(role, ())
+            shape = file.get_slice(name).get_shape() if parts else []
+            # Anything else is listed under its name, as unexpected.
+            if len(shape) != 3 or shape[0] > MAX_EXPERTS or shape[1] % len(parts):
+                self._names.append(name)
+                continue
+            rows = shape[1] // len(parts)
+            for expert in range(shape[0]):
+                for number, part in enumerate(parts):
+                    place = name, expert, number * rows, rows
+                    self._experts[f"{stem}.experts.{expert}.{part}.weight"] = place
+
+    def keys(self) -> list[str]:
+        return [*self._names, *self._experts]
+
+    def get_slice(self, name: str) -> Any:
+        if name not in self._experts:
+            return self._file.get_slice(name)
+        fused_name, *rows = self._experts[name]
+        return _ExpertRows(self._file.get_slice(fused_name), *rows)
 
 
 class _TensorFolder:
@@ -135,13 +198,17 @@ class WeightFolder(_TensorFolder):
     dtypes, all faults listed in one CheckpointError.
 
     A name may lack the table's first part, as in folders of the model without its head
-    (`wte.weight`). A tied head that is stored all the same must equal the embedding.
+    (`wte.weight`). Experts of a block may be fused. A tied head that is stored all the same must
+    equal the embedding.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec):
         def names(usual_name: str) -> Sequence[str]:
             short_name = usual_name.removeprefix("model.").removeprefix("transformer.")
-            return usual_name, short_name
+            fused_name = usual_name
+            for old, new in _MIXTRAL_FUSED.items() if ".block_sparse_moe." in usual_name else ():
+                fused_name = fused_name.replace(old, new)
+            return usual_name, short_name, fused_name
 
         super().__init__(_weight_files(folder), spec.params, names, "config.json says")
         # A tied head is none of the table's weights.
@@ -274,7 +341,7 @@ def _inside(folder: Path, file: Path) -> Path:
 
 def _open(path: Path) -> Any:
     with _reading(path):
-        return safe_open(path, framework="pt")
+        return _SplitExperts(safe_open(path, framework="pt"))
 
 
 @contextmanager

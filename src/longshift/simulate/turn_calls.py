@@ -204,15 +204,7 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
         compiled=kind.compiled,
     )
     prime = _token_prime(kind.spec, kind.mesh)
-    # Logits of up to EVEN rows are computed at once. Attention to whole multiples of EVEN
-    # is one call.
-    rows = 2 * EVEN
-    if kind.spec.experts:
-        # So that each expert has as many rows, with the prime factor.
-        rows = lcm(rows, kind.spec.experts // gcd(kind.spec.experts, kind.spec.top_k))
-    if kind.unit == "head":
-        rows = EVEN // prime
-        rows -= rows % prime == 0  # without the prime factor again
+    rows = _rows_per_prime(kind, prime)
     length = rows * prime * layout.sequence
     order = pack_order(layout, [length])
     if kind.unit == "head":
@@ -225,6 +217,29 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
     return replace(
         calls, held_bytes=np.array([profile.graph, profile.peak - profile.grads]) / length
     )
+
+
+def _rows_per_prime(kind: TurnKind, prime: int) -> int:
+    """Tokens of a rank in the pack to record, divided by the prime: no multiple of it again."""
+    # 1. Logits of up to EVEN rows are computed at once.
+    if kind.unit == "head":
+        rows = EVEN // prime
+        return rows - (rows % prime == 0)
+
+    # 2. Attention to whole multiples of EVEN is one call.
+    rows = 2 * EVEN
+    if not kind.spec.experts:
+        return rows
+
+    # 3. Each expert has as many rows, with the prime factor.
+    step = kind.spec.experts // gcd(kind.spec.experts, kind.spec.top_k)
+    if kind.transport == "nccl" and kind.compute_bytes == 2:
+        return lcm(rows, step)
+    # Kernels of other formats are one call whatever the tokens. Their matmuls are played one by
+    # one, so that time goes with the square of the tokens. Two halves of a ring are alike.
+    step = lcm(2, step)
+    steps = max(1, rows // step)
+    return step * (steps - (steps % prime == 0))
 
 
 @lru_cache(maxsize=1024)

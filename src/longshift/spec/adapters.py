@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from longshift.errors import UsageError
+from longshift.errors import UsageError, sort_by_likeness
 
 ALL = "all"
 A = "lora_A.weight"
@@ -90,10 +90,15 @@ def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any
             )
     for pattern in freeze:
         if not any(fnmatchcase(p.name, pattern) for p in spec.params):
-            examples = ", ".join(p.name for p in spec.params[:3])
+            # Blocks have the same weights, so the first of each role stands for all.
+            first_names: dict[str, str] = {}
+            for p in spec.params:
+                first_names.setdefault(p.role, p.name)
+            word = pattern.replace("*", "").strip(".")
+            examples = ", ".join(sort_by_likeness(word, first_names.values()))
             raise UsageError(
-                f"freeze: no weight of this model matches {pattern!r}: they are called"
-                f" {examples}, ..."
+                f"freeze: no weight of this model matches {pattern!r}; its weights, the most alike"
+                f" first: {examples}; all blocks have the same"
             )
     adapted_spec = replace(spec, lora=lora, freeze=freeze)
     if not adapted_spec.learned:

@@ -25,6 +25,9 @@ _DROPOUT = (
     "dropout",
 )
 
+# Of the auxiliary loss of routers, which is not trained with.
+ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
+
 # Bookkeeping, text generation, classification, and where code is that is never run: nothing that a
 # forward pass to logits reads.
 _NOT_THE_FUNCTION = frozenset(
@@ -118,7 +121,7 @@ CARRIED = _NOT_THE_FUNCTION - {
     "_name_or_path", "_commit_hash", "auto_map", "dtype", "torch_dtype", "transformers_version",
     "bos_token_id", "eos_token_id", "pad_token_id", "transformers.js_config",
     "_attn_implementation_autoset",
-}  # fmt: skip
+} | set(ROUTER_LOSS)  # fmt: skip
 
 # Keys of other families: the value that changes nothing, and what any other would need.
 _NEEDS: Mapping[str, tuple[Any, str]] = {

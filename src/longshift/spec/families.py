@@ -14,7 +14,7 @@ from typing import Any
 from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.files import read_small
 from longshift.other_tools import family_hint, preset_hint
-from longshift.spec.config_json import MAX_BLOCKS, MAX_EXPERTS, Reader
+from longshift.spec.config_json import MAX_BLOCKS, MAX_EXPERTS, ROUTER_LOSS, Reader
 from longshift.spec.family_table import EXPERT_KEYS, FAMILIES, GPT2_KEYS, Family
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.positions import (
@@ -23,7 +23,7 @@ from longshift.spec.positions import (
     read_rotary_width,
     read_window,
     read_window_rope,
-    scaling_section,
+    scaling_keys,
     window_keys,
 )
 
@@ -60,7 +60,8 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     """Read the contents of a `config.json`. Raises UsageError that lists every key that is missing,
     wrong or not understood.
 
-    Dropout that a config asks for is not applied here; a UserWarning says so.
+    Dropout and auxiliary losses of routers that a config asks for are not applied here; a
+    UserWarning says so.
     """
     name = config.get("model_type")
     # What is no text may not even be looked up: a list has no hash.
@@ -86,6 +87,7 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
             reader.no_dropout(key, 0.1)
     else:
         values |= _read_llama_like(reader, family, values)
+    has_router_loss = family.experts and reader.flag(ROUTER_LOSS[0], False)
     reader.refuse_the_rest()
     if reader.faults:
         raise UsageError(f"{file}:\n  " + "\n  ".join(reader.faults))
@@ -93,6 +95,12 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
         rates = ", ".join(f"{key} {rate}" for key, rate in reader.dropout.items())
         warnings.warn(
             f"{file} asks for dropout ({rates}); training here applies none", stacklevel=2
+        )
+    if has_router_loss:
+        warnings.warn(
+            f"{file} asks for the auxiliary loss of routers ({ROUTER_LOSS[0]}: true); training here"
+            " adds none",
+            stacklevel=2,
         )
     return ModelSpec(family=name, **{**family.always, **values})
 
@@ -200,6 +208,7 @@ def _read_llama_like(read: Reader, family: Family, values: Mapping[str, Any]) ->
     if family.experts:
         extras |= _read_experts(read, *family.experts)
     _check_scale(read, head_width)
+    has_kinds = "window_rope" in extras
     window, full_blocks = read_window(
         read, values["layers"], family.window, family.window_size, family.window_every
     )
@@ -210,7 +219,7 @@ def _read_llama_like(read: Reader, family: Family, values: Mapping[str, Any]) ->
         "out_bias": attention_bias,
         "mlp_bias": biases.get("mlp_bias", False),
         "rotary": rotary if rotary < head_width else None,
-        "rope": read_rope(read, family.theta),
+        "rope": read_rope(read, family.theta, "full_attention" if has_kinds else None),
         "nope_every": read_nope_every(read, family.nope_every, values["layers"]),
         "sliding_window": window,
         "full_blocks": full_blocks,
@@ -230,8 +239,7 @@ def _read_experts(read: Reader, key: str, experts: int, top_k: int) -> dict[str,
     read.only("decoder_sparse_step", 1, "needs blocks without experts, which are not there yet")
     read.only("mlp_only_layers", [], "needs blocks without experts, which are not there yet")
     read.only("router_jitter_noise", 0.0, "needs noise at the router, which is not implemented")
-    # Of a loss that is not trained with, and of the width of blocks without experts.
-    read.known |= {"router_aux_loss_coef", "output_router_logits", "intermediate_size"}
+    read.known |= {*ROUTER_LOSS, "intermediate_size"}  # the width of blocks without experts
     values = {"experts": num_experts, "top_k": chosen}
     if key == "num_experts":  # the weights of Mixtral's experts always add up to 1
         values["norm_top_k"] = read.flag("norm_topk_prob", False)
@@ -271,7 +279,7 @@ def _llama_like_keys(spec: ModelSpec, family: Family) -> dict[str, Any]:
         "head_dim": spec.head_width,
         "attention_dropout": 0.0,
         "rope_theta": rope.theta,
-        "rope_scaling": scaling_section(rope),
+        **scaling_keys(rope),
     }
     if "attention_bias" in family.biases:
         config["attention_bias"] = spec.out_bias

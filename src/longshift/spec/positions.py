@@ -27,6 +27,8 @@ Stretch = Literal["theta", "dynamic", "linear", "llama3", "yarn"]
 WindowKind = Literal["all", "some", "pattern"]
 
 _PARTIAL = "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
+_KINDS_OF_BLOCKS = ("full_attention", "sliding_attention")
 # By kind of scaling, the keys of its section and the fields of Rope that they give. Each kind has
 # keys of its own: others are refused as unknown.
 _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
@@ -36,7 +38,7 @@ _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
         "factor": "factor",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_positions",
+        _ORIGINAL: "original_positions",
     },
     "yarn": {
         "factor": "factor",
@@ -44,7 +46,7 @@ _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
         "beta_slow": "beta_slow",
         "attention_factor": "magnitude",
         "truncate": "truncate",
-        "original_max_position_embeddings": "original_positions",
+        _ORIGINAL: "original_positions",
     },
 }
 
@@ -78,14 +80,16 @@ def read_window_rope(read: Reader) -> Rope:
     # Transformers 5 has it in rope_parameters, by kind of block.
     theta = float(read.number("rope_local_base_freq", 10000.0))
     parameters = read.config.get("rope_parameters")
-    if isinstance(parameters, Mapping) and "sliding_attention" in parameters:
+    if isinstance(parameters, Mapping) and parameters.get("sliding_attention"):
         return read_rope(read, theta, "sliding_attention")
     return Rope(theta)
 
 
-def read_rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
-    """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`, where blocks
-    differ one mapping for each kind)."""
+def read_rope(read: Reader, theta: float, blocks: str | None = None) -> Rope:
+    """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
+
+    `blocks`: in a family whose blocks differ, the kind of the blocks. `rope_parameters` has a
+    mapping for each kind there, and transformers reads no other mapping."""
     # 1. The section that says it.
     read.known |= {"rope_parameters", "rope_scaling"}
     sections = {
@@ -102,10 +106,17 @@ def read_rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rop
             "given twice: rope_parameters says it too; keep one",
         )
     key, section = next(iter(sections.items()), ("rope_parameters", {}))
-    if isinstance(section.get(blocks), Mapping):
+    if blocks and key == "rope_parameters":
+        outer = Reader(section, f"{key}.")
+        outer.known |= set(_KINDS_OF_BLOCKS)
+        section = outer.value(blocks, {}, lambda v: isinstance(v, Mapping), "must be a mapping")
+        outer.refuse_the_rest()
+        read.faults += outer.faults
         key = f"{key}.{blocks}"
-        section = section[blocks]
     inner = Reader(section, f"{key}.")
+    for name in () if blocks else _KINDS_OF_BLOCKS:
+        reason = f"this family has one rotary embedding for all blocks: its keys belong in {key}"
+        inner.only(name, None, reason)
 
     # 2. Its kind, under one of two names or both.
     reason = f"supported: {', '.join(_SCALING_KEYS)}"
@@ -130,23 +141,28 @@ def read_rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rop
     section_theta = inner.number("rope_theta", model_theta)
     if section_theta != model_theta and read.config.get("rope_theta") is not None:
         inner.fault("rope_theta", section_theta, f"but rope_theta says {model_theta!r}")
-    scaling = _read_scaling(inner, kind or old_kind or "default", read)
+    has_kinds = blocks is not None
+    scaling = _read_scaling(inner, kind or old_kind or "default", read, has_kinds)
     inner.known.add(_PARTIAL)
     inner.refuse_the_rest()
     read.faults += inner.faults
     return Rope(theta=float(section_theta), **scaling)
 
 
-def _read_scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
-    """Fields of Rope from a section of this kind."""
+def _read_scaling(inner: Reader, kind: str, outer: Reader, has_kinds: bool) -> dict[str, Any]:
+    """Fields of Rope from a section of this kind. `has_kinds`: whether the family has a section for
+    each kind of block."""
     is_yarn = kind == "yarn"
     defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if is_yarn else {}
     fields: dict[str, Any] = {}
     for key, name in _SCALING_KEYS[kind].items():
         if name == "original_positions":
-            # As in transformers, which requires the key of llama3.
-            default = outer.size("max_position_embeddings") if is_yarn else None
+            # As in transformers, where the key beside the section counts before that in it.
+            is_outside = not has_kinds and outer.config.get(key) is not None
+            default = outer.size("max_position_embeddings") if is_yarn or is_outside else None
             fields[name] = inner.size(key, default)
+            if is_outside:
+                fields[name] = outer.size(key)
         elif name == "truncate":
             fields[name] = inner.flag(key, True)
         elif name == "magnitude":
@@ -200,12 +216,17 @@ def read_nope_every(read: Reader, default: int, layers: int) -> int:
     return every if every <= layers else 0
 
 
-def scaling_section(rope: Rope) -> dict[str, Any] | None:
-    """The section `rope_scaling` of a config; None where nothing is scaled."""
+def scaling_keys(rope: Rope) -> dict[str, Any]:
+    """Keys of a config that say how rotary embeddings are scaled; null where nothing is."""
     if not rope.scaling:
-        return None
-    keys = _SCALING_KEYS[rope.scaling]
-    return {"rope_type": rope.scaling} | {key: getattr(rope, name) for key, name in keys.items()}
+        return {"rope_scaling": None}
+    names = _SCALING_KEYS[rope.scaling]
+    section = {key: getattr(rope, name) for key, name in names.items()}
+    keys: dict[str, Any] = {"rope_scaling": {"rope_type": rope.scaling, **section}}
+    if _ORIGINAL in section:
+        # transformers would prefer another number that the source's config has.
+        keys[_ORIGINAL] = section[_ORIGINAL]
+    return keys
 
 
 def read_window(
