@@ -55,6 +55,12 @@ def test_every_command_and_option_has_a_row():
         assert {argument.names[0] for argument in arguments} == {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
 
 
+def test_an_option_shows_a_default_that_is_a_number():
+    rows = [line for line in page("commands").splitlines() if line.startswith("| `--restarts` ")]
+    assert [row.split(" | ")[1] for row in rows] == ["`3`"]
+    assert rows[0] in reference_tables.commands()
+
+
 def test_every_python_name_has_a_heading():
     assert set(re.findall(r"^### `(\w+)", page("python"), re.MULTILINE)) == set(ls.__all__)
 
