@@ -297,7 +297,7 @@ def device_bytes(text: str, longest: int) -> int:
     spec, formats, machine = families.preset("llama-3-8b"), FORMATS["bf16"], cluster("8xa100-80")
     edges = (Edge(longest, Layout.parse(text)),)
     way = Itinerary(spec, edges, links_of(machine, 8, 1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-    return StepShape(way, edges, formats, longest, longest).estimate(edges, 0, "nccl", False).peaks["device"].total
+    return StepShape(way, edges, formats, longest, longest).estimate(edges, 0, "nccl").peaks["device"].total
 
 
 def clock_s(text: str, longest: int) -> float:
@@ -331,7 +331,7 @@ def fastest_single(task: PlanTask) -> PlanEstimate:
         for way in compare(problem, share * task.budget_bytes).singles:
             layout, shape = way.edges[0].use, task.step_shape(way.edges)
             ranks = {0, layout.world - layout.world // layout.pp}
-            if all(shape.estimate(way.edges, rank, "nccl", False).device <= task.budget_bytes for rank in ranks):
+            if all(shape.estimate(way.edges, rank, "nccl").device <= task.budget_bytes for rank in ranks):
                 return way
     raise AssertionError(f"no layout of {task.world} ranks fits")
 

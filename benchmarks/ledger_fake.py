@@ -108,7 +108,7 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
     finally:
         if layout.world > 1:
             dist.destroy_process_group()
-    weighed, said = predict(trial, (layout,), rank, "nccl", host_is_device=False)
+    weighed, said = predict(trial, (layout,), rank, "nccl")
     name = {"device": "fake", "family": "llama-3-8b", "layout": text, "precision": "bf16", "lengths": lengths, "rank": rank}
     row = row_of(name, found, weighed)
     row |= {"flops": found["flops"], "flops_predicted": weighed.flops}

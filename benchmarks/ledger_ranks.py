@@ -80,12 +80,11 @@ def predict(
     layouts: tuple[Layout, ...],
     rank: int,
     transport: Transport = "gloo",
-    host_is_device: bool = True,
     per_node: int | None = None,
 ) -> tuple[StepEstimate, list[tuple[str, int]]]:
     """What the ledger says of a trial's last step on a rank, and of the device after each of its operations."""
     shape, lengths = shape_of(trial, layouts, per_node), trial.lengths[-1]
-    ledger = shape.ledger(rank, transport, host_is_device)
+    ledger = shape.ledger(rank, transport)
     groups = length_groups(lengths, shape.edges, trial.spec)
     groups = [groups[i] for i in shape.itinerary.order(tuple(group.layout for group in groups))]
     visits, packs = ledger.steps.visits(groups, lengths)
@@ -102,7 +101,7 @@ def from_few(trial: Trial, layouts: tuple[Layout, ...], rank: int) -> StepEstima
     """What admission says of a trial whose steps have one full pack of each group, from packs of few chunks."""
     shape = shape_of(trial, layouts)
     order = shape.itinerary.order(layouts)
-    return shape.estimate([shape.edges[i] for i in order], rank, "gloo", True)
+    return shape.estimate([shape.edges[i] for i in order], rank, "gloo")
 
 
 def row_of(name: dict[str, Any], found: dict[str, Any], weighed: StepEstimate) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from longshift.switch.links import Links, links_of
 from longshift.switch.options import SwitchOptions
 from longshift.switch.traffic import Traffic, traffic
 from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
-from longshift.weigh.recorder import Transport
+from longshift.weigh.recorder import transport_on
 from longshift.workload.groups import parse_edges
 
 INSERTED = {  # by communicator, what a layout adds to a model
@@ -190,7 +190,7 @@ def explain(
     shape = shape_of(config, per_node, cluster)
     itinerary = shape.itinerary
     formats = shape.formats
-    transport: Transport = "nccl" if gpus else "gloo"
+    transport = transport_on(gpus)
     edges = [config.edges[i] for i in itinerary.order(tuple(edge.use for edge in config.edges))]
     groups = []
     for number, edge in enumerate(edges):
@@ -209,8 +209,8 @@ def explain(
             ]
 
         # 2. What the rank that needs most memory needs and sends.
-        need = largest_need(memory_needs(shape, [edge], transport, not gpus))
-        pack = shape.pack_estimate(edge, need.rank, transport, not gpus)
+        need = largest_need(memory_needs(shape, [edge], transport))
+        pack = shape.pack_estimate(edge, need.rank, transport)
         groups.append(
             LayoutExplanation(
                 layout=str(edge.use),
@@ -227,9 +227,7 @@ def explain(
             )
         )
     step_need = (
-        largest_need(memory_needs(shape, edges, transport, not gpus))
-        if len(edges) > 1
-        else groups[0].need
+        largest_need(memory_needs(shape, edges, transport)) if len(edges) > 1 else groups[0].need
     )
     return Explanation(
         home=str(itinerary.home),

@@ -18,7 +18,7 @@ from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
 from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
-from longshift.weigh.recorder import Transport
+from longshift.weigh.recorder import Transport, transport_on
 from longshift.workload.groups import Edge
 from longshift.workload.length_file import Lengths
 
@@ -84,7 +84,7 @@ class PlanTask:
 
     @property
     def transport(self) -> Transport:
-        return "nccl" if self.on_gpu else "gloo"
+        return transport_on(self.on_gpu)
 
     @property
     def cost(self) -> Cost:

@@ -38,6 +38,7 @@ from longshift.simulate.op_traffic import OpTraffic, record_traffic
 from longshift.simulate.stage_actions import StageActions
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
+from longshift.weigh.recorder import transport_on
 from longshift.workload.groups import length_groups
 
 # At least so many micro-batches of a visit are played, and of a pipeline FILLS times its stages'
@@ -219,16 +220,15 @@ class Clock:
         packs_by_visit: Sequence[Packs],
     ) -> list[list[OpTraffic]]:
         """The operations of a rank's step by visit, with what they move."""
-        on_cpu = self.op_seconds.on_cpu
         key = rank, tuple(visit.layout for visit in visits)
         steps = None
         if key in self.ledgers:
             # Weights are as the last step of the same visits has left them: one step is enough.
             steps = 1
         else:
-            transport = "gloo" if on_cpu else "nccl"
-            self.ledgers[key] = self.shape.ledger(rank, transport, on_cpu, with_peaks=False)
-        return record_traffic(self.ledgers[key], visits, packs_by_visit, on_cpu, steps)
+            transport = transport_on(not self.op_seconds.on_cpu)
+            self.ledgers[key] = self.shape.ledger(rank, transport, with_peaks=False)
+        return record_traffic(self.ledgers[key], visits, packs_by_visit, steps)
 
     def busiest_replica(self, group: GroupPacks) -> Packs:
         """The packs of the replica with the most work.

@@ -36,7 +36,6 @@ def record_traffic(
     ledger: Ledger,
     visits: Sequence[Visit],
     packs_by_visit: Sequence[Sequence[tuple[int, ...]]],
-    on_cpu: bool,
     steps: int | None,
 ) -> list[list[OpTraffic]]:
     """Play `steps` steps on the ledger, and return the last one's operations by visit.
@@ -69,7 +68,9 @@ def record_traffic(
 
     def record(op: Op) -> None:
         nonlocal total_sent, total_moved, total_coded, total_added
-        home: Tier = "device" if on_cpu else ledger.steps.home_tiers.get(op.unit, "device")
+        home: Tier = (
+            "device" if memory.host_is_device else ledger.steps.home_tiers.get(op.unit, "device")
+        )
         sent_bytes = sum(memory.sent.values())
         moved_bytes = sum(memory.moved.values())
         frozen_elements = 0

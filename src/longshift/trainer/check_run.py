@@ -354,9 +354,7 @@ def _make_room(small: SmallRun, device: str) -> None:
     free = host_memory()[1]
     for name, way in on_cpu.items():
         shape = shape_of(small.run(small.groups(way)))
-        need = (
-            way[0].world * largest_need(memory_needs(shape, shape.edges, "gloo", True)).device.total
-        )
+        need = way[0].world * largest_need(memory_needs(shape, shape.edges, "gloo")).device.total
         if need > free:
             raise OutOfMemoryError(
                 f"check computes in float64 and without a GPU for its reference: {name} needs"

@@ -23,6 +23,7 @@ from longshift.step.player import Player
 from longshift.stream.trace import Recorder, Span, counter_events, events_of, origin, save
 from longshift.weigh.allocations import RankMemory
 from longshift.weigh.ledger import Ledger
+from longshift.weigh.recorder import transport_on
 
 # Recorded peak over predicted peak: what a step may have.
 MIN_RATIO = 0.98
@@ -106,12 +107,10 @@ class PredictedStep:
 def predict_step(player: Player) -> PredictedStep:
     """The ledger's prediction of the step whose program the player made last."""
     precision = player.precision
-    is_cpu = player.world.device.type == "cpu"
     memory = RankMemory(
         player.steps,
-        "gloo" if is_cpu else "nccl",
+        transport_on(player.world.device.type != "cpu"),
         same_format=precision.compute == precision.home,
-        host_is_device=is_cpu,
         float8=precision.float8,
     )
     ledger = Ledger(memory)
