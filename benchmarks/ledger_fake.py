@@ -102,9 +102,7 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
                     player.after = lambda op: after.append(held.now[NAME])
                 train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
                 found = {"measured": held.most[NAME], "sent": counted.told(), "records": {}, "flops": _work(held)}
-            for runner in player.runners.values():
-                if runner.tier is not None:
-                    runner.tier.close()
+            player.close()
     finally:
         if layout.world > 1:
             dist.destroy_process_group()

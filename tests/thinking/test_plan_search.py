@@ -457,7 +457,7 @@ def test_plan_counts_every_candidate_and_names_rivals():
     comparison = compare(problem, task.budget_bytes)
     assert problem.enumeration.total == enumerate_layouts(LARGE, 8).total
     assert comparison.num_too_large == sum(problem.min_bytes(comparison.candidates, 256.0) > task.budget_bytes)
-    rivals = find_rivals(comparison, shortlist(comparison)[0].seconds, 3)
+    rivals = find_rivals(comparison, shortlist(comparison)[0].seconds)
     assert rivals
     for rival in rivals:
         layout = Candidates.of([Layout.parse(rival.layout)])

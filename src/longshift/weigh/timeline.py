@@ -30,6 +30,7 @@ MIN_RATIO = 0.98
 MAX_RATIO = 1.0
 
 # Lanes of a trace, from the top.
+ROWS = 8  # of differences that are shown
 SHOWN_LANES = ("compute", *dict.fromkeys(LANES.values()), "link")
 
 
@@ -158,9 +159,7 @@ def difference_order(row: Mapping[str, Any]) -> tuple[bool, int]:
     return row["same"], -abs(row["difference"]) if row["same"] else row["number"]
 
 
-def compare_step(
-    timeline: Timeline, prediction: PredictedStep, max_rows: int = 8
-) -> dict[str, Any]:
+def compare_step(timeline: Timeline, prediction: PredictedStep) -> dict[str, Any]:
     """Compare peaks, and bytes after operations.
 
     `within`: whether the program was played, and the ratio of the peaks is within MIN_RATIO and
@@ -175,7 +174,7 @@ def compare_step(
         "predicted": prediction.peak,
         "ratio": ratio,
         "within": is_program and MIN_RATIO <= ratio <= MAX_RATIO,
-        "differences": differences[:max_rows],
+        "differences": differences[:ROWS],
     }
 
 
