@@ -16,6 +16,7 @@ from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
 from longshift.layout.home_tiers import HomeTiers
+from longshift.print_result import gib_text
 from longshift.step_report import shape_of
 from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
 from longshift.weigh.recorder import Transport, transport_on
@@ -91,7 +92,7 @@ def admit(config: Config, world: World, run: Path) -> Admission:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return gib_text(size, digits=2)
 
 
 def _lacking(

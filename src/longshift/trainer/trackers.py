@@ -332,8 +332,7 @@ class _Follower(Thread):
             self._tracker.finish(row)
         except BaseException as fault:
             # A package may raise anything; what would end the process ends this thread.
-            first_line = str(fault).strip().splitlines()[:1]
-            reason = ": ".join([type(fault).__name__, *first_line])
+            reason = describe_error(fault, module_name="")
             self.say(f"failed {when}, and the run goes on without it: {reason}")
 
     def say(self, text: str) -> None:
