@@ -39,7 +39,6 @@ from longshift.simulate.stage_actions import StageActions
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import transport_on
-from longshift.workload.groups import length_groups
 
 # At least so many micro-batches of a visit are played, and of a pipeline FILLS times its stages'
 # chunks.
@@ -279,11 +278,9 @@ def _even_choice(costs: np.ndarray, size: int) -> tuple[int, ...]:
 
 def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:
     """The groups of a step of documents of these lengths, packed, in the order of their visits."""
-    groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
     visits = []
     # Packs are of the group's documents, shares of its packs: both are numbers.
-    for index in shape.itinerary.order(tuple(group.layout for group in groups)):
-        group = groups[index]
+    for group in shape.itinerary.groups(lengths, shape.edges):
         packs = [tuple(lengths[document] for document in pack) for pack in group.packs]
         replicas = tuple(tuple(packs[number] for number in share) for share in group.shares)
         visits.append(GroupPacks(group.layout, replicas))

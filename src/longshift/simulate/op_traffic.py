@@ -45,8 +45,7 @@ def record_traffic(
     by_visit: list[list[OpTraffic]] = [[]]
     memory = ledger.memory
     uses_home = [ledger.steps.views[visit.layout].cut.at_home for visit in visits]
-    # The ledger's counters after the operation before. What earlier steps have left in them goes
-    # to the first operation, which moves nothing.
+    # The ledger's counters after the operation before.
     total_sent = total_moved = total_coded = total_added = 0
 
     def shard_elements(unit: int) -> int:

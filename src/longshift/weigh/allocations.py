@@ -176,6 +176,10 @@ class RankMemory:
         self.host: Place = "device" if self.host_is_device else "host"
 
         self.allocations = AllocationTracker()
+        self.clear_traffic()
+
+    def clear_traffic(self) -> None:
+        """Count traffic and computations anew."""
         self.sent = Counter[str]()
         self.moved = Counter[str]()
         self.flops = 0
