@@ -90,6 +90,12 @@ class Cost:
         return "nccl" if self.rates.core_shares is None else "gloo"
 
     @property
+    def accumulation_bytes(self) -> Number:
+        """To add an element of a gradient to its sum: the one is read, the other read and
+        written."""
+        return self.rates.element_bytes + 2 * self.habits.gradient_bytes
+
+    @property
     def rounds(self) -> bool:
         """Whether factors of eight bits are rounded, and multiplied as what they stand for."""
         return self.habits.rounded and not self.habits.codes
@@ -355,11 +361,10 @@ class Cost:
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
         """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum
-        where matmuls do not: the gradient is read, the sum read and written."""
+        where matmuls do not."""
         if not (embeddings or self.habits.accumulated):
             return Work()
-        element_bytes = self.rates.element_bytes + 2 * self.habits.gradient_bytes
-        moved_bytes = np.asarray(elements) / mesh.weight_ranks * element_bytes
+        moved_bytes = np.asarray(elements) / mesh.weight_ranks * self.accumulation_bytes
         return Work(elementwise_s=self.rates.elementwise_s(moved_bytes))
 
 
