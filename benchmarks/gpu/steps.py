@@ -48,7 +48,6 @@ from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.stream import tiers
-from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
 from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import StepEstimate
@@ -104,8 +103,7 @@ class Case:
     @cached_property
     def shape(self) -> StepShape:
         formats, edges = formats_of(self.precision), (Edge(self.tokens, self.layout),)
-        way = Itinerary(self.spec, edges, assumed(1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-        return StepShape(way, edges, formats, 0, max(self.lengths), home_in=HomeTiers(self.home))
+        return StepShape.of(self.spec, edges, assumed(1), formats, 0, max(self.lengths), HomeTiers(self.home))
 
     def weighed(self, on_cpu: bool = False) -> StepEstimate:
         """What the ledger says."""

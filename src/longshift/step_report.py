@@ -24,7 +24,6 @@ from longshift.simulate.rates import rates
 from longshift.spec.formats import EIGHT_BITS, Format, arithmetic
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
-from longshift.switch.options import SwitchOptions
 from longshift.switch.traffic import Traffic, traffic
 from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
 from longshift.weigh.recorder import transport_on
@@ -161,20 +160,12 @@ def shape_of(
 ) -> StepShape:
     """The shape of a run's steps. `per_node`: ranks on each machine, all where not given;
     `cluster`: whose links switches cross, assumed ones where not given."""
-    formats = config.formats
     per_node = per_node or config.world
-    itinerary = Itinerary(
+    return StepShape.of(
         config.spec,
         config.edges,
         links_of(cluster, per_node, -(-config.world // per_node)),
-        formats.compute_bytes,
-        formats.home_bytes,
-        SwitchOptions(),
-    )
-    return StepShape(
-        itinerary,
-        config.edges,
-        formats,
+        config.formats,
         config.train.tokens_per_step,
         config.data.max_len,
         home_in=config.home.at,
@@ -280,7 +271,7 @@ def _weights(
         return f"all-gather of {num_sharded} fused buckets from home, {when}{conversion}", None, []
 
     # 2. By a switch.
-    source = itinerary.source(previous) if previous is not None else None
+    source = itinerary.source(previous)
     plan = itinerary.weights(source, cut)
     origin = f"home and the copies of {previous}" if source else "home"
     copies = "rows, gathered unit by unit" if cut.side == "rows" else "copies"

@@ -22,8 +22,11 @@ from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule.sequence import pack_order
 from longshift.spec.formats import Format
+from longshift.spec.model import ModelSpec
 from longshift.spec.param import share
 from longshift.switch.itinerary import Itinerary
+from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.allocations import Peak, RankMemory
 from longshift.weigh.extrapolate_chunks import (
     Pack,
@@ -55,6 +58,23 @@ class StepShape:
     longest: int
     home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     early: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        edges: tuple[Edge, ...],
+        links: Links,
+        formats: Format,
+        tokens: int,
+        longest: int,
+        home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
+        early: bool = True,
+    ) -> "StepShape":
+        """The shape of steps whose switches cross `links`."""
+        compute_bytes, home_bytes = formats.compute_bytes, formats.home_bytes
+        itinerary = Itinerary(spec, edges, links, compute_bytes, home_bytes, SwitchOptions())
+        return cls(itinerary, edges, formats, tokens, longest, home_in, early)
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
