@@ -51,8 +51,8 @@ class Tracker(Protocol):
     """Takes the rows of one process of a run. `save.trackers` may name a class of this protocol,
     which is made with the run's folder and `save.project`.
 
-    All methods are called in one thread of rank 0's process. Training does not wait for them. Any
-    may raise: the run goes on without the tracker then."""
+    It is made in the main thread of rank 0's process. Its methods are called in one other thread,
+    for which training does not wait. Any may raise: the run goes on without the tracker then."""
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
         """Begin with a resolved config, before the first row. `first`: its step."""
