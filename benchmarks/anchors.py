@@ -36,7 +36,7 @@ from longshift.planner.search import search
 from longshift.planner.shortlist import PlanEstimate, Problem, compare
 from longshift.planner.task import PlanTask
 from longshift.simulate.clock import Clock, GroupPacks, in_visiting_order
-from longshift.simulate.cost import FLASH3, RECOMPUTE
+from longshift.simulate.cost import CUDNN_GAINS, RECOMPUTE
 from longshift.simulate.mesh import Mesh
 from longshift.simulate.model_flops import model_flops
 from longshift.simulate.rates import rates
@@ -297,7 +297,7 @@ def device_bytes(text: str, longest: int) -> int:
     spec, formats, machine = families.preset("llama-3-8b"), FORMATS["bf16"], cluster("8xa100-80")
     edges = (Edge(longest, Layout.parse(text)),)
     way = Itinerary(spec, edges, links_of(machine, 8, 1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-    return StepShape(way, edges, formats, longest, longest).estimate(edges, 0, "nccl", False).peaks["device"].total
+    return StepShape(way, edges, formats, longest, longest).estimate(edges, 0, "nccl").peaks["device"].total
 
 
 def clock_s(text: str, longest: int) -> float:
@@ -331,7 +331,7 @@ def fastest_single(task: PlanTask) -> PlanEstimate:
         for way in compare(problem, share * task.budget_bytes).singles:
             layout, shape = way.edges[0].use, task.step_shape(way.edges)
             ranks = {0, layout.world - layout.world // layout.pp}
-            if all(shape.estimate(way.edges, rank, "nccl", False).device <= task.budget_bytes for rank in ranks):
+            if all(shape.estimate(way.edges, rank, "nccl").device <= task.budget_bytes for rank in ranks):
                 return way
     raise AssertionError(f"no layout of {task.world} ranks fits")
 
@@ -351,7 +351,7 @@ def llama3() -> dict:
             seconds[name], layouts[name] = single.seconds, str(single.edges[0].use)
         micros, pairs = TOKENS_405B / length / dp, length**2 / 2
         ran = Candidates(8, 1, ring, dp, 16, 8, 1, RECOMPUTE.index("none"), micros, length, pairs)
-        theirs = FormulaCost(Sizes.of(LLAMA3_405B), rates(machine), replace(OTHERS, **FLASH3))
+        theirs = FormulaCost(Sizes.of(LLAMA3_405B), rates(machine), replace(OTHERS, **CUDNN_GAINS))
         seconds["without_recompute"] = float(closed_form(theirs, ran).total)
         flops = model_flops(Sizes.of(LLAMA3_405B), TOKENS_405B, TOKENS_405B * length / 2, LLAMA3_405B.parameters)["causal"]
         seconds["published"] = float(flops) / (devices * teraflops * 1e12)

@@ -17,7 +17,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.model.packed_attention import EVEN, LONG
-from longshift.simulate.cost import FLASH3, RECOMPUTE, REST
+from longshift.simulate.cost import CUDNN_GAINS, RECOMPUTE, REST
 from longshift.simulate.mesh import Mesh
 from longshift.simulate.rates import Rates
 from longshift.simulate.work import Work
@@ -100,11 +100,11 @@ class Trainer:
     embeddings_accumulated    gradients of embeddings are
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
     rounded              matmuls of blocks take factors of eight bits
-    cudnn                attention to long documents goes to a faster kernel (FLASH3)
+    cudnn                attention to long documents goes to a faster kernel (CUDNN_GAINS)
     flash                attention in one kernel, else scores go through memory
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
     full_attention       share of attention that recompute full computes again
-    forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
+    forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in CUDNN_GAINS)
     fused_loss           cross entropy and its gradient are compiled
     """
 
@@ -239,7 +239,7 @@ class FormulaCost:
         takes = there & (even | ((length >= LONG) & (np.asarray(queries) >= LONG)))
         if not np.any(takes):
             return least
-        fast = r.cudnn_gain(length, s.inner / s.heads, backward) if measured else FLASH3[way]
+        fast = r.cudnn_gain(length, s.inner / s.heads, backward) if measured else CUDNN_GAINS[way]
         rest = np.where(even, 0.0, np.minimum(1.0, EVEN / length))  # half of EVEN rows at the end, which see every key
         return np.maximum(least, np.where(takes, 1 / (REST * rest + (1 - rest) / fast), 1.0))
 

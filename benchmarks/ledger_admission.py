@@ -34,7 +34,7 @@ def admit(name: str) -> dict:
     edges = [Edge(CAPACITY, layout)]
     itinerary = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(itinerary, tuple(edges), formats, CAPACITY * layout.dp * MICROS, CAPACITY)
-    found = memory_needs(shape, edges, "nccl", host_is_device=False)
+    found = memory_needs(shape, edges, "nccl")
     return {"seconds": time.process_time() - began, "kinds": len(found), "gib": largest_need(found).of("device") / 2**30}
 
 

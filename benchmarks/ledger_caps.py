@@ -110,7 +110,7 @@ def rank(config: str, folder: str, factor: float) -> None:
 
     def admit(run, world, path) -> admission.Admitted:
         admission.settle(world.device)
-        need = largest_need(memory_needs(shape_of(run, world.per_node), run.edges, "gloo", True)).of("device")
+        need = largest_need(memory_needs(shape_of(run, world.per_node), run.edges, "gloo")).of("device")
         has = psutil.Process().memory_info().rss
         file_of(Path(folder), "memory.limit_in_bytes", "memory.max").write_text(str(int(factor * (has + need))))
         print(json.dumps({"need": need, "has": has, "counted": used(Path(folder))}), flush=True)

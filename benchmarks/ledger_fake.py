@@ -102,13 +102,11 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
                     player.after = lambda op: after.append(held.now[NAME])
                 train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
                 found = {"measured": held.most[NAME], "sent": counted.told(), "records": {}, "flops": _work(held)}
-            for runner in player.runners.values():
-                if runner.tier is not None:
-                    runner.tier.close()
+            player.close()
     finally:
         if layout.world > 1:
             dist.destroy_process_group()
-    weighed, said = predict(trial, (layout,), rank, "nccl", host_is_device=False)
+    weighed, said = predict(trial, (layout,), rank, "nccl")
     name = {"device": "fake", "family": "llama-3-8b", "layout": text, "precision": "bf16", "lengths": lengths, "rank": rank}
     row = row_of(name, found, weighed)
     row |= {"flops": found["flops"], "flops_predicted": weighed.flops}

@@ -24,7 +24,6 @@ from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import StepEstimate
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport
-from longshift.workload.groups import length_groups
 
 
 def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, trace: bool = False) -> dict[str, Any]:
@@ -53,9 +52,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
         train_step(state, batch, player, leave=True)
         found: dict[str, Any] = {"measured": held.most["cpu"], "sent": counted.told()}
         found["records"] = {"home in": records.moved.fetched_bytes, "home out": records.moved.put_bytes} if records else {}
-    for runner in player.runners.values():
-        if runner.tier is not None:
-            runner.tier.close()
+    player.close()
     state.home.close()
     world.forget()
     if trace:
@@ -80,15 +77,12 @@ def predict(
     layouts: tuple[Layout, ...],
     rank: int,
     transport: Transport = "gloo",
-    host_is_device: bool = True,
     per_node: int | None = None,
 ) -> tuple[StepEstimate, list[tuple[str, int]]]:
     """What the ledger says of a trial's last step on a rank, and of the device after each of its operations."""
     shape, lengths = shape_of(trial, layouts, per_node), trial.lengths[-1]
-    ledger = shape.ledger(rank, transport, host_is_device)
-    groups = length_groups(lengths, shape.edges, trial.spec)
-    groups = [groups[i] for i in shape.itinerary.order(tuple(group.layout for group in groups))]
-    visits, packs = ledger.steps.visits(groups, lengths)
+    ledger = shape.ledger(rank, transport)
+    visits, packs = ledger.steps.visits(shape.itinerary.groups(lengths, shape.edges), lengths)
     said = list[tuple[str, int]]()
     weighed = ledger.play(
         visits,
@@ -102,7 +96,7 @@ def from_few(trial: Trial, layouts: tuple[Layout, ...], rank: int) -> StepEstima
     """What admission says of a trial whose steps have one full pack of each group, from packs of few chunks."""
     shape = shape_of(trial, layouts)
     order = shape.itinerary.order(layouts)
-    return shape.estimate([shape.edges[i] for i in order], rank, "gloo", True)
+    return shape.estimate([shape.edges[i] for i in order], rank, "gloo")
 
 
 def row_of(name: dict[str, Any], found: dict[str, Any], weighed: StepEstimate) -> dict[str, Any]:

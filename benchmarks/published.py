@@ -30,8 +30,8 @@ from correction import calibrate
 from longshift.cluster.files import preset
 from longshift.cluster.network import Fabric, fabric
 from longshift.simulate.calibrate import fit
-from longshift.simulate.cost import FLASH3, RECOMPUTE
-from longshift.simulate.rates import FITTED, MULTIPROCESSORS, Constants, Rates, clock
+from longshift.simulate.cost import CUDNN_GAINS, RECOMPUTE
+from longshift.simulate.rates import FITTED, MULTIPROCESSORS, Constants, Rates, clock_share
 
 DEVICES = (("a100", "40", "a100-40"), ("a100", "", "a100-80"), ("a800", "", "a800"), ("h100", "96", "h100-96"), ("h100", "", "h100"),
            ("h200", "", "h200"), ("b200", "", "b200"))  # fmt: skip  # what a name has, and the preset
@@ -62,7 +62,7 @@ class Rows:
         """Seconds of every row."""
         d, c = self.device, constants
         found = Fabric(d["per_node"], d["node"] * c.node, d["node_latency_s"], d["network"] * c.network, d["network_latency_s"])
-        peak = d["peak"] * clock(d["peak"], d["watts"], c.power)
+        peak = d["peak"] * clock_share(d["peak"], d["watts"], c.power)
         made = Rates(
             peak * d["matmul"] * c.matmul,
             peak * d["forward"] * c.attention,
@@ -139,7 +139,7 @@ def habits_of(rows: Sequence[Row]) -> Trainer:
         selective_attention=1 - flash,
         full_attention=1.0,
         shard_group=number(rows, "shard_group", 0),
-        **{name: 1 + (gain - 1) * third for name, gain in FLASH3.items()},
+        **{name: 1 + (gain - 1) * third for name, gain in CUDNN_GAINS.items()},
     )
 
 

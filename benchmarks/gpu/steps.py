@@ -48,11 +48,11 @@ from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.stream import tiers
-from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
 from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import StepEstimate
 from longshift.weigh.needs import StepShape
+from longshift.weigh.recorder import transport_on
 from longshift.workload.groups import Edge
 
 K = 1024
@@ -103,13 +103,12 @@ class Case:
     @cached_property
     def shape(self) -> StepShape:
         formats, edges = formats_of(self.precision), (Edge(self.tokens, self.layout),)
-        way = Itinerary(self.spec, edges, assumed(1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-        return StepShape(way, edges, formats, 0, max(self.lengths), home_in=HomeTiers(self.home))
+        return StepShape.of(self.spec, edges, assumed(1), formats, 0, max(self.lengths), HomeTiers(self.home))
 
     def weighed(self, on_cpu: bool = False) -> StepEstimate:
         """What the ledger says."""
         packs = [self.lengths]
-        ledger = self.shape.ledger(0, "gloo" if on_cpu else "nccl", on_cpu)
+        ledger = self.shape.ledger(0, transport_on(not on_cpu))
         return ledger.play((visit_of(self.spec, self.layout, packs),), [packs])
 
     def longest(self, host_bytes: float) -> "Case":
@@ -119,7 +118,7 @@ class Case:
         def host(count: int) -> int:
             edge = Edge(count * chunk, self.layout)
             shape = replace(self.of(edge.upto).shape, edges=(edge,))
-            peaks = shape.pack_estimate(edge, 0, "nccl", host_is_device=False).peaks
+            peaks = shape.pack_estimate(edge, 0, "nccl").peaks
             return peaks["host"].total
 
         low, high = 1, 2

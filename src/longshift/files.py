@@ -10,6 +10,7 @@ alone.
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -182,6 +183,12 @@ def rewrite(path: Path, text: str) -> None:
         with suppress(OSError):
             new_file.unlink()
         raise
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def absolute(path: str) -> str:

@@ -70,6 +70,11 @@ def size_text(size: float) -> str:
     return f"{size:.3g} TiB"
 
 
+def gib_text(size: float, digits: int = 1) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:.{digits}f} GiB"
+
+
 def fields_table(title: str, fields: Iterable[tuple[str, Any]]) -> Table:
     """A row for each field."""
     table = Table("", title, box=None, show_header=bool(title))

@@ -24,10 +24,9 @@ from longshift.simulate.rates import rates
 from longshift.spec.formats import EIGHT_BITS, Format, arithmetic
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
-from longshift.switch.options import SwitchOptions
 from longshift.switch.traffic import Traffic, traffic
 from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
-from longshift.weigh.recorder import Transport
+from longshift.weigh.recorder import transport_on
 from longshift.workload.groups import parse_edges
 
 INSERTED = {  # by communicator, what a layout adds to a model
@@ -161,20 +160,12 @@ def shape_of(
 ) -> StepShape:
     """The shape of a run's steps. `per_node`: ranks on each machine, all where not given;
     `cluster`: whose links switches cross, assumed ones where not given."""
-    formats = config.formats
     per_node = per_node or config.world
-    itinerary = Itinerary(
+    return StepShape.of(
         config.spec,
         config.edges,
         links_of(cluster, per_node, -(-config.world // per_node)),
-        formats.compute_bytes,
-        formats.home_bytes,
-        SwitchOptions(),
-    )
-    return StepShape(
-        itinerary,
-        config.edges,
-        formats,
+        config.formats,
         config.train.tokens_per_step,
         config.data.max_len,
         home_in=config.home.at,
@@ -190,7 +181,7 @@ def explain(
     shape = shape_of(config, per_node, cluster)
     itinerary = shape.itinerary
     formats = shape.formats
-    transport: Transport = "nccl" if gpus else "gloo"
+    transport = transport_on(gpus)
     edges = [config.edges[i] for i in itinerary.order(tuple(edge.use for edge in config.edges))]
     groups = []
     for number, edge in enumerate(edges):
@@ -209,8 +200,8 @@ def explain(
             ]
 
         # 2. What the rank that needs most memory needs and sends.
-        need = largest_need(memory_needs(shape, [edge], transport, not gpus))
-        pack = shape.pack_estimate(edge, need.rank, transport, not gpus)
+        need = largest_need(memory_needs(shape, [edge], transport))
+        pack = shape.pack_estimate(edge, need.rank, transport)
         groups.append(
             LayoutExplanation(
                 layout=str(edge.use),
@@ -227,9 +218,7 @@ def explain(
             )
         )
     step_need = (
-        largest_need(memory_needs(shape, edges, transport, not gpus))
-        if len(edges) > 1
-        else groups[0].need
+        largest_need(memory_needs(shape, edges, transport)) if len(edges) > 1 else groups[0].need
     )
     return Explanation(
         home=str(itinerary.home),
@@ -282,7 +271,7 @@ def _weights(
         return f"all-gather of {num_sharded} fused buckets from home, {when}{conversion}", None, []
 
     # 2. By a switch.
-    source = itinerary.source(previous) if previous is not None else None
+    source = itinerary.source(previous)
     plan = itinerary.weights(source, cut)
     origin = f"home and the copies of {previous}" if source else "home"
     copies = "rows, gathered unit by unit" if cut.side == "rows" else "copies"

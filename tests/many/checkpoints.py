@@ -258,13 +258,13 @@ def make_data(world: World, place: str) -> None:
 def open_tokens(world: World, configs: list[str], machines: list[str], damage: str = "") -> dict[str, Any]:
     """Open a run's token cache as ranks do, each with its config and on a machine of its name; the files that this rank hashed, and what it
     said. `damage`: a file whose hash is not the one expected."""
-    hashed, usual = [], tokens._sha256
+    hashed, usual = [], tokens.file_digest
 
     def sha256(path: Path) -> str:
         hashed.append(path.name)
         return "another" if path.name == damage else usual(path)
 
-    with patch.object(tokens, "_sha256", sha256), patch.object(tokens.platform, "node", lambda: machines[world.rank]):
+    with patch.object(tokens, "file_digest", sha256), patch.object(tokens.platform, "node", lambda: machines[world.rank]):
         try:
             cache = corpus.open_on_ranks(parse_config(configs[world.rank]), world)[1]
         except LongshiftError as fault:

@@ -21,7 +21,7 @@ from longshift.weigh.ledger import Ledger
 def foreseen(player: Player, trial: Trial, lengths: list[int]) -> dict[str, int]:
     """What the ledger says that this rank's tier does in a step of documents of these lengths, under the names of `BytesMoved`."""
     visits, packs = player.steps.visits(player.groups(lengths), lengths)
-    ledger = Ledger(RankMemory(player.steps, "gloo", trial.precision in ("float32", "float64"), True))
+    ledger = Ledger(RankMemory(player.steps, "gloo", trial.precision in ("float32", "float64")))
     found = ledger.play(visits, [[[lengths[d] for d in pack] for pack in some] for some in packs])
     return {"peak_bytes": found.peaks["disk"].total, "put_bytes": found.moved["put"], "fetched_bytes": found.moved["fetched"]}
 

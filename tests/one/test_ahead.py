@@ -19,6 +19,7 @@ from longshift.documents.tokens import TokenCache
 from longshift.errors import DataError
 from longshift.step.player import Player
 from longshift.step.update import train_step
+from longshift.stream.disk_file import DiskFile
 from longshift.trainer.build_run import build_player, build_state, open_data
 from longshift.trainer.metrics import StepMetrics
 
@@ -94,6 +95,15 @@ def test_steps_and_checkpoints_are_those_of_batches_drawn_one_by_one(place, tmp_
     for step in steps[1::2]:
         manifest = json.loads((tmp_path / f"run/checkpoints/step-{step.step}/manifest.json").read_text())
         assert manifest["facts"]["cursor"] == step.cursor
+
+
+def test_a_run_leaves_no_thread_or_file_of_its_disk_tier(place, tmp_path, monkeypatch):
+    files, make = list[DiskFile](), DiskFile.__init__
+    monkeypatch.setattr(DiskFile, "__init__", lambda self, *arguments: (make(self, *arguments), files.append(self))[0])
+    list(ls.train(config_of(place, tmp_path / "run", GROUPS)))
+    assert [file.subject for file in files] == ["offload"]
+    assert all(file._file.closed for file in files)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("longshift-offload")]
 
 
 def test_a_step_is_drawn_in_another_thread_while_the_one_before_computes(place, tmp_path, monkeypatch):

@@ -227,7 +227,7 @@ def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
     rows = read_rows(place / "run/metrics.jsonl")
     groups = [row["groups"][0] for row in rows]
     run = load_config(place / "run/config.yaml")
-    of_pack = shape_of(run).pack_estimate(run.edges[0], 0, "gloo", True)
+    of_pack = shape_of(run).pack_estimate(run.edges[0], 0, "gloo")
     tier, put = of_pack.peaks["disk"].total, of_pack.moved["put"]
     for row, group in zip(rows, groups):
         assert group["tier_peak_bytes"] <= tier

@@ -240,7 +240,7 @@ def test_where_memory_is_short_no_unit_is_updated_before_the_norm(place):
     """Room for the largest step as it is, for one without updates before the norm alone, and for neither."""
     run = parse_config(CONFIG.format(place=place, layout="dp1"), ["home=disk"])
     shape, world = shape_of(run), World.alone()
-    early, late = (largest_need(memory_needs(replace(shape, early=early), run.edges, "gloo", True)).of("device") for early in (True, False))
+    early, late = (largest_need(memory_needs(replace(shape, early=early), run.edges, "gloo")).of("device") for early in (True, False))
     assert early > late
     found = []
     for room in (early, early - 1, late):
@@ -260,7 +260,7 @@ def test_checkpoints_are_written_in_the_background_where_memory_has_room_for_two
     """Both in what a rank may have and in what is free; a run without that room is admitted all the same."""
     run, world = parse_config(CONFIG.format(place=place, layout="dp1")), World.alone()
     shape = shape_of(run)
-    need, copy = largest_need(memory_needs(shape, run.edges, "gloo", True)).of("device"), saved_bytes(shape.steps(0))
+    need, copy = largest_need(memory_needs(shape, run.edges, "gloo")).of("device"), saved_bytes(shape.steps(0))
     assert copy == 12 * run.spec.parameters
     enough, large = need + 2 * copy, 1 << 60
     for room, free, background in ((enough, enough, True), (enough - 1, large, False), (large, enough - 1, False), (need, large, False)):

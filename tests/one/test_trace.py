@@ -14,7 +14,7 @@ from longshift.schedule.chunks import cut_chunks
 from longshift.schedule.unit_events import backward_turns, event_lists, forward_turns
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
-from longshift.stream.trace import Recorder
+from longshift.stream.trace import Recorder, events_of, origin, save
 
 SPEC = ModelSpec("llama", 61, 24, 2, 6, 3, 4, 40, 128, rope=Rope())
 
@@ -27,7 +27,7 @@ def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     for batch in trial.batches() * 2:
         train_step(state, batch, player)
         player.record(None)
-    recorder.write(tmp_path / "t.json", rank=0)
+    save(tmp_path / "t.json", events_of(recorder.spans, 0, "rank 0", ("compute", "in", "out", "link"), origin(recorder.spans)))
 
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}

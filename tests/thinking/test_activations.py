@@ -34,7 +34,7 @@ def shape(way: Layout) -> StepShape:
 
 @cache
 def bytes_of(way: Layout) -> int:
-    return largest_need(memory_needs(shape(way), [Edge(TOKENS, way)], "nccl", False)).device.total
+    return largest_need(memory_needs(shape(way), [Edge(TOKENS, way)], "nccl")).device.total
 
 
 @cache

@@ -80,7 +80,7 @@ def test_a_forward_moves_a_quarter_of_the_bytes():
     """A forward reads all masters, and moves the record of every fifth block both ways: bytes until the first loss, by the ledger."""
     spec, layout = replace(SPEC, layers=32, vocab=8), Layout.parse("dp1.vertical.recompute-full")
     steps = Steps(Itinerary(spec, [Edge(64, layout)], Links(1, 1.0, 1.0), 4, 4, SwitchOptions()), 0, 4, 4, HomeTiers("disk"))
-    ledger, early = Ledger(RankMemory(steps, "gloo", True, True)), list[int]()
+    ledger, early = Ledger(RankMemory(steps, "gloo", True)), list[int]()
 
     def after(op: Op) -> None:
         if op.turn == "loss":

@@ -55,8 +55,8 @@ def whole_step(run: StepShape):
 def test_no_rank_needs_more_than_those_that_are_weighed(text: str):
     run = shape(text)
     step = whole_step(run)
-    every = [run.ledger(rank, "gloo", True).play(*step).device for rank in range(run.edges[0].use.world)]
-    assert largest_need(memory_needs(run, run.edges, "gloo", True)).device.total == max(every)
+    every = [run.ledger(rank, "gloo").play(*step).device for rank in range(run.edges[0].use.world)]
+    assert largest_need(memory_needs(run, run.edges, "gloo")).device.total == max(every)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -73,14 +73,14 @@ def test_no_pack_of_a_gpu_needs_more_than_the_one_that_is_weighed(text: str, kv_
         edges = (Edge(upto, layout, capacity),)
         itinerary = Itinerary(spec, edges, assumed(2), 2, 4, SwitchOptions(bucket_bytes=1 << 20))
         run = StepShape(itinerary, edges, FORMATS["bf16"], capacity, upto)
-        said = largest_need(memory_needs(run, edges, "nccl", False)).device.total
+        said = largest_need(memory_needs(run, edges, "nccl")).device.total
         for _ in range(12):
             pack: list[int] = []
             while sum(pack) < capacity:
                 most_ = min(upto, capacity - sum(pack))
                 pack.append(min(most_, rng.choice([most_, most_ - 1, 8192, LONG, LONG - 1, 4096, rng.randint(1, upto)]) or 1))
             step = largest_step(run, edges, [tuple(pack)])
-            found = run.ledger(0, "nccl", False).play(*step).device
+            found = run.ledger(0, "nccl").play(*step).device
             assert found <= 1.002 * said, (pack, found / said)
 
 
@@ -95,7 +95,7 @@ def test_a_first_step_leaves_what_its_first_micro_batches_leave(text: str, home:
     def played() -> list:
         found = []
         for rank in representative_ranks(run):
-            ledger, after = run.ledger(rank, "nccl", False), []
+            ledger, after = run.ledger(rank, "nccl"), []
             weighed = ledger.play(*whole_step(run), lambda op, book=ledger.allocations, rows=after: rows.append((op, dict(book.now))))
             peaks = {place: peak.total for place, peak in weighed.peaks.items()}
             found.append((after, peaks, weighed.sent, weighed.moved, weighed.flops))
@@ -127,8 +127,8 @@ def random_run(rng: random.Random) -> tuple[StepShape, bool]:
 def test_what_many_chunks_need_follows_from_few(seed: int):
     rng = random.Random(seed)
     (run, exact), transport = random_run(rng), rng.choice(["gloo", "nccl"])
-    for rank, found in zip(representative_ranks(run), memory_needs(run, run.edges, transport, transport == "gloo")):
-        weighed = run.ledger(rank, transport, transport == "gloo").play(*whole_step(run))
+    for rank, found in zip(representative_ranks(run), memory_needs(run, run.edges, transport)):
+        weighed = run.ledger(rank, transport).play(*whole_step(run))
         for place, peak in weighed.peaks.items():
             assert peak.total <= found.of(place) <= peak.total * (1.001 if exact else 1.35), (place, peak.op)
         for told, counted in ((found.estimate.sent, weighed.sent), (found.estimate.moved, weighed.moved)):
@@ -139,8 +139,8 @@ def test_what_many_chunks_need_follows_from_few(seed: int):
 def test_a_peak_is_the_most_of_all_moments(monkeypatch: pytest.MonkeyPatch):
     """The peak of few chunks is in a unit's loss, that of 192 in a block's backward."""
     run = shape_of(Edge(512, Layout.parse("dp1")), Edge(192 * 64, Layout.parse("dp1.chunk64")), tokens=192 * 64)
-    weighed = run.ledger(0, "gloo", True).play(*whole_step(run)).device
-    (found,) = memory_needs(run, run.edges, "gloo", True)
+    weighed = run.ledger(0, "gloo").play(*whole_step(run)).device
+    (found,) = memory_needs(run, run.edges, "gloo")
     assert weighed <= found.of("device") <= weighed * 1.001
     monkeypatch.setattr(activation_memory, "chunk_positions", lambda sees: [(0,) for _ in sees])  # a mutant that takes all chunks for alike
     with pytest.raises(AssertionError):
@@ -166,8 +166,8 @@ def test_a_larger_pack_needs_and_sends_more(text: str):
 
     def weighed(**pack: int) -> tuple[int, dict[str, int], dict[str, int]]:
         run = shape_of(Edge(512, layout, **pack), Edge(2048, Layout.parse("tp2")), tokens=4096)
-        found = largest_need(memory_needs(run, run.edges[:1], "nccl", False))
-        one = run.pack_estimate(run.edges[0], found.rank, "nccl", False)
+        found = largest_need(memory_needs(run, run.edges[:1], "nccl"))
+        one = run.pack_estimate(run.edges[0], found.rank, "nccl")
         return sum(peak.total for peak in found.estimate.peaks.values()), one.sent, one.moved
 
     (small, sent, moved), (same, *_), (large, more_sent, more_moved) = weighed(), weighed(pack=512), weighed(pack=2048)
@@ -200,10 +200,10 @@ def test_a_new_primitive_of_the_model_is_weighed_and_timed_without_a_word(monkey
         step = Clock(run, machine, cost).step([GroupPacks(run.edges[0].use, (((tokens,),),))])
         return [float(works[0].matmul_s), float(works[1].matmul_s), float(works[0].elementwise_s), step.seconds]
 
-    before, seconds_before = run.pack_estimate(run.edges[0], 0, "gloo", True), seconds()
+    before, seconds_before = run.pack_estimate(run.edges[0], 0, "gloo"), seconds()
     monkeypatch.setattr(Block, "mlp", mlp)
     caches.clear()
-    after, seconds_after = run.pack_estimate(run.edges[0], 0, "gloo", True), seconds()
+    after, seconds_after = run.pack_estimate(run.edges[0], 0, "gloo"), seconds()
     caches.clear()
     assert after.flops - before.flops == layers * 6 * 2 * tokens**2 * width
     assert after.device - before.device >= layers * 2 * tokens**2

@@ -127,7 +127,7 @@ def ledger_bytes(
     edges = (Edge(pack, layout),)
     way = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(way, edges, formats, pack * layout.dp * micros, pack, home_in=home)
-    return largest_need(memory_needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
+    return largest_need(memory_needs(shape, edges, transport)).device.total  # pyright: ignore[reportArgumentType]
 
 
 def of_bound(
@@ -196,7 +196,7 @@ def test_plan_bound_of_several_groups_holds(home: str):
         formats, tokens, transport = formats_of(rng.choice(["bf16", "float32"]), rng.choice([0, 2])), 1 << 14, rng.choice(["nccl", "gloo"])
         way = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
         shape = StepShape(way, edges, formats, tokens, uptos[-1], home_in=HomeTiers(home))
-        needed = largest_need(memory_needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
+        needed = largest_need(memory_needs(shape, edges, transport)).device.total  # pyright: ignore[reportArgumentType]
         training = Training(spec, formats, transport, home == "host" and transport == "nccl")  # pyright: ignore[reportArgumentType]
         found.append(min_plan_bytes(training, edges, tokens) / needed)
     assert max(found) <= 1
@@ -457,7 +457,7 @@ def test_plan_counts_every_candidate_and_names_rivals():
     comparison = compare(problem, task.budget_bytes)
     assert problem.enumeration.total == enumerate_layouts(LARGE, 8).total
     assert comparison.num_too_large == sum(problem.min_bytes(comparison.candidates, 256.0) > task.budget_bytes)
-    rivals = find_rivals(comparison, shortlist(comparison)[0].seconds, 3)
+    rivals = find_rivals(comparison, shortlist(comparison)[0].seconds)
     assert rivals
     for rival in rivals:
         layout = Candidates.of([Layout.parse(rival.layout)])

@@ -157,8 +157,8 @@ def posts(case: Case, rank: int, op: Op) -> Iterator[Post]:
             if rank in bucket.holders and (bucket.sharded or op.kind == "reduce") and len(bucket.holders) > 1:
                 yield op.kind, bucket.holders, op.unit
     elif op.kind == "exchange":
-        steps, before = case.steps[rank], case.visits[rank][op.visit - 1].layout if op.visit else None
-        plan = itinerary.sums(cut) if op.way == "sums" else itinerary.weights(steps.source(before), cut)
+        before = case.visits[rank][op.visit - 1].layout if op.visit else None
+        plan = itinerary.sums(cut) if op.way == "sums" else itinerary.weights(itinerary.source(before), cut)
         if op.number == 0:
             yield "", everyone, (op.visit, op.way)  # ranks compare their plans
         if plan.bytes_by_pair.any():
@@ -526,7 +526,7 @@ class Follow:
             self.need(not self.under_way["reduce"], "sums are not there yet")
         else:
             before = self.visits[self.op.visit - 1].layout if self.op.visit else None
-            plan = self.case.itinerary.weights(self.case.steps[self.rank].source(before), self.cut)
+            plan = self.case.itinerary.weights(self.case.itinerary.source(before), self.cut)
             here = {unit for part, unit in self.parts if part == "master" and self.parts[part, unit] == "here"}
             self.need(self.case.moving(plan, self.op.number) & self.on_disk <= here, "a master that it sends is not here")
             self.need(not self.case.moving(plan, self.op.number) & self.left, "a master that it sends is stale")
@@ -545,7 +545,7 @@ class Follow:
     def arrived(self) -> None:
         here = {(self.cut, unit) for unit in self.view.units}
         before = self.visits[self.op.visit - 1].layout if self.op.visit else None
-        count = self.case.itinerary.weights(self.case.steps[self.rank].source(before), self.cut).exchanges
+        count = self.case.itinerary.weights(self.case.itinerary.source(before), self.cut).exchanges
         self.need("weights" not in self.coming and self.exchanged.get((self.op.visit, "weights")) == count - 1, "exchanges are missing")
         self.need(here <= self.opened, "a unit has no storage")
         self.present |= here if not self.view.collective else set()

@@ -297,8 +297,8 @@ def test_what_travels_is_known_without_what_operations_need_inside(texts: tuple[
     visits = [visit_of(families.preset("llama-3-8b"), edge.use, own) for edge, own in zip(edges, packs)]
     found = []
     for inside in (True, False):
-        ledger = clock_of(edges, home=home).shape.ledger(0, "gloo" if on_cpu else "nccl", on_cpu, inside)
-        known = [one for visit in record_traffic(ledger, visits, packs, on_cpu, None) for one in visit if one.op.kind != "compute"]
+        ledger = clock_of(edges, home=home).shape.ledger(0, "gloo" if on_cpu else "nccl", inside)
+        known = [one for visit in record_traffic(ledger, visits, packs, None) for one in visit if one.op.kind != "compute"]
         found.append([[getattr(one, name) for name in one.__slots__] for one in known])
     assert found[0] == found[1]
     assert len(found[0]) > 100

@@ -25,7 +25,7 @@ from longshift.planner import candidates as layouts
 from longshift.planner.group_seconds import GroupSeconds, stalled_s, step_seconds
 from longshift.schedule.pipeline import stage_passes
 from longshift.simulate.calibrate import fit, moved
-from longshift.simulate.cost import CODED, CODES_GAIN, FLASH3, OF_PRESETS, RECOMPUTE, REST, Cost, recompute_code
+from longshift.simulate.cost import CODED, CODES_GAIN, CUDNN_GAINS, OF_PRESETS, RECOMPUTE, REST, Cost, recompute_code
 from longshift.simulate.habits import habits
 from longshift.simulate.mesh import Mesh
 from longshift.simulate.model_flops import mfu, model_flops
@@ -288,7 +288,7 @@ def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel
     cut = (65536, 2**30, 32768), (65535, 65535**2 / 2, 65535), (65536, 65536 * LONG / 2, LONG)
     other = (65536, 2**24), (LONG - 1, (LONG - 1) ** 2 / 2)
     for tokens, pairs, *lengths in (*whole, *cut, *other):
-        for backward, gain in ((False, FLASH3["forward_gain"]), (True, FLASH3["backward_gain"])):
+        for backward, gain in ((False, CUDNN_GAINS["forward_gain"]), (True, CUDNN_GAINS["backward_gain"])):
             slow_s, found_s = (attention_s(cost, tokens, pairs, backward) for cost in (COST, own))
             left = EVEN / lengths[0] if lengths else 0.0
             expected = 1.0 if (tokens, pairs) in other else REST * left + (1 - left) / gain

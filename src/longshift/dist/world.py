@@ -250,6 +250,10 @@ class World:
             texts.append(bytes(row[:size].tolist()).decode())
         return texts
 
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
     def now(self) -> float:
         """Seconds on a clock, when this rank's device has done all that it was asked to."""
         if self.device.type == "cuda":

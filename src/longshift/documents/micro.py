@@ -181,7 +181,6 @@ class ChunkedPack:
         device: torch.device,
     ):
         self.spec = spec
-        self.layout = layout
         self.dtype = dtype
         self.chunks = pack.chunks
         self.micros = [

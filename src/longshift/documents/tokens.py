@@ -39,7 +39,7 @@ from longshift.documents.template_process import TemplateProcess
 from longshift.documents.token_counts import TokenCounts
 from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import DataError
-from longshift.files import publish
+from longshift.files import file_digest, publish
 
 Progress = Callable[[int, int], None]  # bytes of the sources done, bytes in all
 
@@ -130,7 +130,7 @@ class TokenCache:
     def verify(self) -> None:
         """Read every token. Raises DataError where a file is not what the manifest describes."""
         for name, digest in self._sha256.items():
-            if _sha256(self.folder / name) != digest:
+            if file_digest(self.folder / name) != digest:
                 fault = "damaged: its contents do not give its SHA-256"
                 raise _damage(self.folder / name, fault)
 
@@ -278,7 +278,7 @@ def _write(
             for source, source_notes in zip(sources, notes)
             for sentence in source_notes.sentences()
         ],
-        "sha256": {name: _sha256(folder / name) for name in names},
+        "sha256": {name: file_digest(folder / name) for name in names},
         "files": [
             {**asdict(file), "source": source, "documents": counts.documents[file_index]}
             for file_index, (source, file) in enumerate(inputs)
@@ -407,11 +407,6 @@ def _open_array(path: Path, length: int, dtype: str) -> np.ndarray:
 def _damage(path: Path, fault: str) -> DataError:
     """What is wrong with a file of a cache, and what to do."""
     return DataError(f"{path} is {fault}; to make it again: rm -r '{path.parent}'")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(*values: object) -> str:

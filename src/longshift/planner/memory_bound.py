@@ -65,7 +65,7 @@ class RankElements:
     sharded: np.ndarray
 
 
-def rank_elements(spec: ModelSpec, candidates: Candidates, is_first: bool) -> RankElements:
+def stage_elements(spec: ModelSpec, candidates: Candidates, is_first: bool) -> RankElements:
     """Weights on the first or the last pipeline coordinate."""
     weight_ranks = candidates.weight_ranks
 
@@ -184,7 +184,7 @@ def min_plan_bytes(training: Training, edges: Sequence[Edge], tokens: int) -> fl
         if not home.stages:
             candidates = Candidates.of([home])
             ends = [
-                rank_elements(training.spec, candidates, is_first) for is_first in (True, False)
+                stage_elements(training.spec, candidates, is_first) for is_first in (True, False)
             ]
             home_elements = MIN_HOME_SHARE * min(float(end.sharded[0]) for end in ends)
 
@@ -338,7 +338,7 @@ def _stage_bytes(
     formats = training.formats
     zero = candidates.zero
     compute_bytes = formats.compute_bytes
-    rank = rank_elements(spec, candidates, is_first)
+    rank = stage_elements(spec, candidates, is_first)
     resident = _resident_bytes(training, candidates, rank, home_elements)
 
     # 1. Packs in flight, and the loss.

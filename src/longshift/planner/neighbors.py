@@ -59,8 +59,8 @@ def _replace_group(edges: Edges, index: int, group: Edge) -> Edges:
 
 
 def _move_ends(edges: Edges) -> Iterator[Edges]:
-    """Yield plans in which a group ends at another power of two: the next one, or the one
-    before."""
+    """Yield plans in which a group ends at another power of two: the nearest one below, or one
+    of the two after that."""
     for index, edge in enumerate(edges[:-1]):
         shortest = edges[index - 1].upto if index else 0
         power = 1 << (edge.upto - 1).bit_length()  # the next one, or the end itself

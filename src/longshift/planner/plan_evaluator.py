@@ -90,9 +90,7 @@ class PlanEvaluator:
         return self.weighed[edges]
 
     def _weigh(self, edges: Edges) -> tuple[Mapping[str, int], str]:
-        rank_needs = memory_needs(
-            self.shape(edges), edges, self.task.transport, not self.task.on_gpu
-        )
+        rank_needs = memory_needs(self.shape(edges), edges, self.task.transport)
         max_bytes = {}
         for place in ("device", "host", "disk"):
             max_bytes[place] = max(need.of(place) for need in rank_needs)

@@ -38,7 +38,6 @@ SMALL_SHARES = (0.65, 0.5)  # where too few plans fit that the larger ones name
 NAMED = 5  # plans that a shortlist names, and plans of one cut of the weights
 NAMED_SINGLES = 4  # of one layout
 ENOUGH = 3  # plans that fit
-MAX_RIVALS = 3  # that lack memory
 # Times the seconds of the fastest plan: calibrated clocks were off by 4 to 7 % in the median.
 CLOSE = 1.05
 # The same of what is worth trying: of single plans calibrated clocks were off by up to 19 %.
@@ -177,7 +176,7 @@ def search(
         short=tuple(short),
         num_candidates=num_candidates,
         refused=_refusals(table),
-        rivals=find_rivals(table, table.singles[0].seconds, MAX_RIVALS) if table.singles else (),
+        rivals=find_rivals(table, table.singles[0].seconds) if table.singles else (),
         changes=() if ranking else tuple(remedies(problem)),
     )
 

@@ -43,6 +43,7 @@ MAX_KEYS = 6
 BEST_AT_KEY = 4  # meshes of each key length, that an assignment chooses among
 MAX_LAYOUTS = 16  # of these
 MAX_SINGLES = 8  # single layouts, each of another mesh
+MAX_RIVALS = 3  # that lack memory
 REPACKED = 128  # single layouts that larger packs are tried for
 DOUBLINGS = 12  # of packs, down from a step's tokens
 HALVINGS = 3  # of the largest packs of a group
@@ -410,7 +411,7 @@ class Rival:
     short_bytes: float
 
 
-def find_rivals(table: CandidateTable, best_s: float, limit: int) -> tuple[Rival, ...]:
+def find_rivals(table: CandidateTable, best_s: float) -> tuple[Rival, ...]:
     """Single layouts that fit shorter documents, would be faster than `best_s`, and lack least
     memory for the longest."""
     problem = table.problem
@@ -427,7 +428,7 @@ def find_rivals(table: CandidateTable, best_s: float, limit: int) -> tuple[Rival
     # Those that lack least memory come first, however fast they are.
     seconds = problem.step_seconds(candidates, longest, problem.all_documents)
     rivals = []
-    for index in np.flatnonzero(seconds < best_s)[:limit].tolist():
+    for index in np.flatnonzero(seconds < best_s)[:MAX_RIVALS].tolist():
         layout = str(candidates.layout(index))
         rivals.append(Rival(layout, float(seconds[index] / best_s), float(short_bytes[index])))
     return tuple(rivals)

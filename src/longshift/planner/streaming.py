@@ -60,6 +60,6 @@ def fits_first_rank(task: PlanTask, layout: Layout) -> bool:
     alone."""
     edges = (Edge(task.longest, layout),)
     shape = task.step_shape(edges, early=False)
-    weighed = shape.estimate(edges, 0, task.transport, not task.on_gpu)
+    weighed = shape.estimate(edges, 0, task.transport)
     limits = task.limits
     return all(peak.total <= limits[place] for place, peak in weighed.peaks.items())

@@ -14,11 +14,9 @@ from longshift.simulate.habits import habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
-from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
-from longshift.weigh.recorder import Transport
+from longshift.weigh.recorder import Transport, transport_on
 from longshift.workload.groups import Edge
 from longshift.workload.length_file import Lengths
 
@@ -84,7 +82,7 @@ class PlanTask:
 
     @property
     def transport(self) -> Transport:
-        return "nccl" if self.on_gpu else "gloo"
+        return transport_on(self.on_gpu)
 
     @property
     def cost(self) -> Cost:
@@ -132,20 +130,11 @@ class PlanTask:
 
         `early`: whether units on disk may be updated before the norm.
         """
-        formats = self.formats
-        links = links_of(self.cluster, self.cluster.devices_per_node, self.cluster.nodes)
-        itinerary = Itinerary(
+        return StepShape.of(
             self.spec,
             edges,
-            links,
-            formats.compute_bytes,
-            formats.home_bytes,
-            SwitchOptions(),
-        )
-        return StepShape(
-            itinerary,
-            edges,
-            formats,
+            links_of(self.cluster, self.cluster.devices_per_node, self.cluster.nodes),
+            self.formats,
             self.tokens_per_step,
             self.longest,
             home_in=self.home,

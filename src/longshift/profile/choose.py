@@ -27,6 +27,7 @@ from longshift.spec.formats import arithmetic
 from longshift.step_report import shape_of
 from longshift.weigh.extrapolate_chunks import full_pack
 from longshift.weigh.needs import StepShape, largest_need, memory_needs
+from longshift.weigh.recorder import transport_on
 from longshift.workload.groups import Edge
 
 DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured
@@ -129,10 +130,9 @@ def _free_bytes(config: Config, device: torch.device) -> float:
 
 def _needed_bytes(config: Config, edge: Edge, device: torch.device, layout: Layout) -> int:
     """What a rank needs on its device for a group under another layout."""
-    on_cpu = device.type == "cpu"
     shape = _shape(config, edge, layout)
     edges = [replace(edge, use=layout)]
-    needs = memory_needs(shape, edges, "gloo" if on_cpu else "nccl", on_cpu)
+    needs = memory_needs(shape, edges, transport_on(device.type != "cpu"))
     return largest_need(needs).device.total
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.curves import Curve
 from longshift.layout.layout import format_size
+from longshift.print_result import gib_text
 from longshift.terminal import short_number
 from longshift.weigh.recorder import AttentionCall
 
@@ -80,7 +81,7 @@ def _summary(cluster: Cluster) -> Table:
     )
     table.add_row(
         "memory",
-        f"{device.memory_bytes / 2**30:.1f} GiB, {short_number(device.memory_bytes_per_s)}B/s",
+        f"{gib_text(device.memory_bytes)}, {short_number(device.memory_bytes_per_s)}B/s",
     )
     table.add_row("launch floor", f"{device.launch_s * 1e6:.2f} us")
     for level, link in cluster.links.items():

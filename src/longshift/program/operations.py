@@ -1,8 +1,8 @@
 """The operations that a training step is made of.
 
 A step of one rank is a `Program`: the `Op`s in the order in which the rank begins them.
-`program.step` makes it; a player on tensors and one on bytes (`weigh.ledger`) play it. What happens
-in a step happens in one of these operations.
+`program.step` makes it. Players on tensors (`step.player`), on bytes (`weigh.ledger`) and on
+seconds (`simulate.clock`) take it. What happens in a step happens in one of these operations.
 
     kind               what it does                                         resource
     enter, leave       begins and ends a length group: what is measured     -

@@ -11,7 +11,6 @@ from longshift.layout.home_tiers import (
     tiers_of,
     trained_elements,
 )
-from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, place_of
 from longshift.program.exchanges import Exchanges, plan_exchanges
 from longshift.program.turns import RankLayout, Visit, visit_of
@@ -100,11 +99,6 @@ class RankInputs:
     def place(self, unit: int) -> int:
         """Where a unit comes in the forward."""
         return place_of(self.itinerary.spec, unit)
-
-    def source(self, previous: Layout | None) -> Cut | None:
-        """Whose copies a switch takes weights from, besides home, when layout `previous` has
-        computed."""
-        return None if previous is None else self.itinerary.source(previous)
 
     def exchanges(
         self, plan: Plan, source: Cut | None = None, target: Cut | None = None

@@ -171,11 +171,10 @@ class _Step:
 
     def _switch(self, number: int) -> Exchanges:
         """The switch to a visit from the one before."""
+        itinerary = self.inputs.itinerary
         previous = self.visits[number - 1].layout if number else None
-        source = self.inputs.source(previous)
-        target = self.views[number].cut
-        plan = self.inputs.itinerary.weights(source, target)
-        return self.inputs.exchanges(plan, source, target)
+        plan = itinerary.plan_of("weights", previous, self.visits[number].layout)
+        return self.inputs.exchanges(plan, itinerary.source(previous), self.views[number].cut)
 
     def _exchange(
         self, number: int, exchanges: Exchanges, way: str, start: int, stop: int

@@ -111,8 +111,7 @@ class ChunkClock:
         # Gradients that the event leaves on weights are added to their sums after it.
         if profile.grads:
             elements = profile.grads / rates.element_bytes
-            element_bytes = rates.element_bytes + 2 * cost.habits.gradient_bytes
-            seconds += float(rates.elementwise_s(elements * element_bytes))
+            seconds += float(rates.elementwise_s(elements * cost.accumulation_bytes))
         return seconds
 
     def _copy_s(self, event: Event) -> float:

@@ -38,7 +38,7 @@ from longshift.simulate.op_traffic import OpTraffic, record_traffic
 from longshift.simulate.stage_actions import StageActions
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
-from longshift.workload.groups import length_groups
+from longshift.weigh.recorder import transport_on
 
 # At least so many micro-batches of a visit are played, and of a pipeline FILLS times its stages'
 # chunks.
@@ -219,16 +219,15 @@ class Clock:
         packs_by_visit: Sequence[Packs],
     ) -> list[list[OpTraffic]]:
         """The operations of a rank's step by visit, with what they move."""
-        on_cpu = self.op_seconds.on_cpu
         key = rank, tuple(visit.layout for visit in visits)
         steps = None
         if key in self.ledgers:
             # Weights are as the last step of the same visits has left them: one step is enough.
             steps = 1
         else:
-            transport = "gloo" if on_cpu else "nccl"
-            self.ledgers[key] = self.shape.ledger(rank, transport, on_cpu, with_peaks=False)
-        return record_traffic(self.ledgers[key], visits, packs_by_visit, on_cpu, steps)
+            transport = transport_on(not self.op_seconds.on_cpu)
+            self.ledgers[key] = self.shape.ledger(rank, transport, with_peaks=False)
+        return record_traffic(self.ledgers[key], visits, packs_by_visit, steps)
 
     def busiest_replica(self, group: GroupPacks) -> Packs:
         """The packs of the replica with the most work.
@@ -279,11 +278,9 @@ def _even_choice(costs: np.ndarray, size: int) -> tuple[int, ...]:
 
 def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:
     """The groups of a step of documents of these lengths, packed, in the order of their visits."""
-    groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
     visits = []
     # Packs are of the group's documents, shares of its packs: both are numbers.
-    for index in shape.itinerary.order(tuple(group.layout for group in groups)):
-        group = groups[index]
+    for group in shape.itinerary.groups(lengths, shape.edges):
         packs = [tuple(lengths[document] for document in pack) for pack in group.packs]
         replicas = tuple(tuple(packs[number] for number in share) for share in group.shares)
         visits.append(GroupPacks(group.layout, replicas))

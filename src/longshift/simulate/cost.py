@@ -38,7 +38,7 @@ RECOMPUTE = ("none", "selective", "full")  # codes: positions here
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over
 # FlashAttention-2, for long sequences (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5
 # to 1.75 backward on H100).
-FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
+CUDNN_GAINS = {"forward_gain": 2.0, "backward_gain": 1.75}
 # Seconds of a pair of tokens in what is left of EVEN, where few queries see many keys, over those
 # of a pair in a whole document. Both are by the kernel of short documents; adding up the parts is
 # included. Documents of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by
@@ -90,6 +90,12 @@ class Cost:
         return "nccl" if self.rates.core_shares is None else "gloo"
 
     @property
+    def accumulation_bytes(self) -> Number:
+        """To add an element of a gradient to its sum: the one is read, the other read and
+        written."""
+        return self.rates.element_bytes + 2 * self.habits.gradient_bytes
+
+    @property
     def rounds(self) -> bool:
         """Whether factors of eight bits are rounded, and multiplied as what they stand for."""
         return self.habits.rounded and not self.habits.codes
@@ -118,13 +124,11 @@ class Cost:
         so many `tokens` with so many causal `pairs` (sum of n^2/2 over documents), both over all
         ranks that share it. A loss turn has 1/`loss_blocks` of the tokens.
         `recompute`: a code of RECOMPUTE."""
-        # A forward has the kernels of a pass, which keeps nothing and is recorded alone, but where
-        # it takes attention's output from one.
-        takes_output = turn == "again" and part == "block with output"
+        # A forward again keeps what its backward needs. Turns of other names keep nothing.
         phase: Phase = "pass"
         if turn == "backward":
             phase = "backward"
-        elif turn == "forward" or takes_output:
+        elif turn in ("forward", "again"):
             phase = "forward"
         parts: dict[UnitKind, Part] = {"embeddings": "embed", "head": "block"}
         unit_part = parts.get(kind, part)
@@ -331,7 +335,7 @@ class Cost:
         uses_cudnn = has_cudnn & (is_even | is_long)
         if not np.any(uses_cudnn):
             return np.ones(())
-        gain = FLASH3["backward_gain" if backward else "forward_gain"]
+        gain = CUDNN_GAINS["backward_gain" if backward else "forward_gain"]
         if is_measured:
             gain = rates.cudnn_gain(length, self.spec.head_width, backward)
         # Half of EVEN rows at the end, which see every key.
@@ -355,11 +359,10 @@ class Cost:
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
         """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum
-        where matmuls do not: the gradient is read, the sum read and written."""
+        where matmuls do not."""
         if not (embeddings or self.habits.accumulated):
             return Work()
-        element_bytes = self.rates.element_bytes + 2 * self.habits.gradient_bytes
-        moved_bytes = np.asarray(elements) / mesh.weight_ranks * element_bytes
+        moved_bytes = np.asarray(elements) / mesh.weight_ranks * self.accumulation_bytes
         return Work(elementwise_s=self.rates.elementwise_s(moved_bytes))
 
 

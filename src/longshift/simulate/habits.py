@@ -24,7 +24,7 @@ class Habits:
     codes                       those factors are multiplied as codes (`model.float8`), else rounded
     cudnn                       on a preset, attention to documents and pieces of at least LONG
                                 tokens, or of whole multiples of EVEN, goes to a kernel that is as
-                                much faster as FLASH3 says, but for what is left of EVEN
+                                much faster as CUDNN_GAINS says, but for what is left of EVEN
                                 (`model.cut`); a profile has its curve
     gathered, reduced           bytes of weights, and of gradient sums, on the wire over those where
                                 they are kept

@@ -43,9 +43,8 @@ class OpSeconds:
         self.spec = shape.itinerary.spec
         self.rates = cost.rates
         self.per_node = int(self.rates.fabric.per_node)
-        self.cores_shares = {"node": 1.0, "network": 1.0}
-        if self.on_cpu:
-            self.cores_shares = {level: cluster.cores_share(level) for level in ("node", "network")}
+        node_share, network_share = self.rates.core_shares or (1.0, 1.0)
+        self.cores_shares = {"node": node_share, "network": network_share}
 
         # Caches.
         self.turns: dict[tuple, dict[str, float]] = {}
@@ -157,14 +156,8 @@ class OpSeconds:
 
     def exchange_seconds(self, visits: Sequence[Visit], op: Op) -> list[float]:
         """Seconds of every exchange in the switch of `op`, each on the busiest link of any rank."""
-        itinerary = self.shape.itinerary
-        cut = itinerary.cuts[visits[op.visit].layout]
-        if op.way == "sums":
-            plan = itinerary.sums(cut)
-        elif op.visit == 0:
-            plan = itinerary.weights(None, cut)
-        else:
-            plan = itinerary.weights(itinerary.source(visits[op.visit - 1].layout), cut)
+        previous = visits[op.visit - 1].layout if op.visit else None
+        plan = self.shape.itinerary.plan_of(op.way, previous, visits[op.visit].layout)
         if id(plan) not in self.exchanges:
             self.exchanges[id(plan)] = seconds_by_exchange(plan)
         return self.exchanges[id(plan)]

@@ -36,7 +36,6 @@ def record_traffic(
     ledger: Ledger,
     visits: Sequence[Visit],
     packs_by_visit: Sequence[Sequence[tuple[int, ...]]],
-    on_cpu: bool,
     steps: int | None,
 ) -> list[list[OpTraffic]]:
     """Play `steps` steps on the ledger, and return the last one's operations by visit.
@@ -46,8 +45,7 @@ def record_traffic(
     by_visit: list[list[OpTraffic]] = [[]]
     memory = ledger.memory
     uses_home = [ledger.steps.views[visit.layout].cut.at_home for visit in visits]
-    # The ledger's counters after the operation before. What earlier steps have left in them goes
-    # to the first operation, which moves nothing.
+    # The ledger's counters after the operation before.
     total_sent = total_moved = total_coded = total_added = 0
 
     def shard_elements(unit: int) -> int:
@@ -69,7 +67,9 @@ def record_traffic(
 
     def record(op: Op) -> None:
         nonlocal total_sent, total_moved, total_coded, total_added
-        home: Tier = "device" if on_cpu else ledger.steps.home_tiers.get(op.unit, "device")
+        home: Tier = (
+            "device" if memory.host_is_device else ledger.steps.home_tiers.get(op.unit, "device")
+        )
         sent_bytes = sum(memory.sent.values())
         moved_bytes = sum(memory.moved.values())
         frozen_elements = 0

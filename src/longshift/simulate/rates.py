@@ -266,7 +266,7 @@ class Rates:
         return document_s * np.asarray(rows) / curve_length * row_factor * head_factor
 
 
-def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
+def clock_share(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
     """Share of the clock that a device keeps in long dense arithmetic under its power limit, beside
     an A100."""
     if watts is None:
@@ -284,7 +284,7 @@ def rates(cluster: Cluster, precision: str = "bf16", constants: Constants | None
     shares = cluster.shares
     on_cpu = device.kind == "cpu"
     flops_per_s = device.flops_per_s[dtype]
-    peak = flops_per_s * clock(flops_per_s, device.watts, reached.power)
+    peak = flops_per_s * clock_share(flops_per_s, device.watts, reached.power)
     links = fabric(cluster)
     if cluster.curves and constants:
         reached = replace(reached, launch=1.0)

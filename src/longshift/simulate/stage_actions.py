@@ -180,9 +180,8 @@ class StageActions:
         formats = self.op_seconds.shape.formats
         on_device = traffic.home == "device"
         if op.kind == "accumulate":
-            # A gradient is read, its sum read and written; both are on the device.
-            on_device = True
-            element_bytes = formats.compute_bytes + 2 * formats.home_bytes
+            on_device = True  # where gradients and their sums are
+            element_bytes = float(self.op_seconds.cost.accumulation_bytes)
         elif op.kind == "update":
             update_factor = float(self.op_seconds.rates.constants.update) if on_device else 1.0
             element_bytes = update_bytes(formats.moments) * update_factor

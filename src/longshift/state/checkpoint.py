@@ -18,7 +18,6 @@ removes. Everything is verified before it is used; nothing is unpickled. One run
 at a time.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -38,7 +37,7 @@ from torch import Tensor
 from longshift.background import in_background
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, OutOfMemoryError
-from longshift.files import is_no_room, sync, usual_mode
+from longshift.files import file_digest, is_no_room, sync, usual_mode
 from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
@@ -317,7 +316,7 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
         row = {
             "name": path.name,
             "bytes": path.stat().st_size,
-            "sha256": _sha256(path),
+            "sha256": file_digest(path),
             "types": {_kind(key): TYPES[view.dtype] for key, view in tensors.items()},
             "tensors": sorted(tensors),
         }
@@ -413,7 +412,7 @@ def _verify(folder: Path, files: Sequence[SavedFile], index: Index) -> dict[Path
                     f"{path} is damaged: it has {size} bytes, {file.bytes} were"
                     f" written.{instead(folder)}"
                 )
-            if _sha256(path) != file.sha256:
+            if file_digest(path) != file.sha256:
                 raise CheckpointError(
                     f"{path} is damaged: its SHA-256 differs from the manifest's.{instead(folder)}"
                 )
@@ -438,11 +437,6 @@ def _verify(folder: Path, files: Sequence[SavedFile], index: Index) -> dict[Path
 def _kind(key: str) -> str:
     """Of a tensor's key."""
     return key.partition("|")[0]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -39,8 +39,7 @@ from longshift.layout.home_tiers import (
     trained_elements,
 )
 from longshift.layout.layout import Layout
-from longshift.layout.placement import Bucket
-from longshift.layout.placement import buckets as buckets_of
+from longshift.layout.placement import Bucket, buckets_of
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
@@ -158,7 +157,7 @@ class Home:
             self.records = Records(Path(folder or tempfile.gettempdir()))
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
 
-        buckets = [bucket for bucket in buckets_of(spec, cut) if self.rank in bucket.holders]
+        buckets = buckets_of(spec, cut, self.rank)
         state_bytes = StateBytes(
             precision.compute.itemsize, precision.home.itemsize, len(self.moments), self.packed
         )

@@ -48,6 +48,8 @@ class ChunkedPacks(Runner):
         self.accumulate = accumulate
         self.loaded: dict[int, ChunkedPack] = {}
         self.recorder: Recorder | None = None
+        # What stages send, by micro-batch, model chunk, and forward or backward.
+        self.crossing: dict[tuple[int, int, str], Tensor] = {}
 
         # Steps repeat the cuts of their packs, so the lists of the last few are kept.
         compute_bytes = self.precision.compute.itemsize

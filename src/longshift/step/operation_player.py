@@ -1,5 +1,6 @@
 """One table from kinds of operations to what they do on a rank: on its tensors (`step.player`), or
-on bytes alone (`weigh.ledger`)."""
+on bytes alone (`weigh.ledger`). The clock has no such table: `simulate.stage_actions` makes
+pieces of work on lanes of what the ledger counts by operation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -43,7 +43,7 @@ from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, assumed
 from longshift.switch.options import SwitchOptions
-from longshift.workload.groups import Edge, LengthGroup, length_groups
+from longshift.workload.groups import Edge, LengthGroup
 
 
 @dataclass
@@ -199,11 +199,15 @@ class Player(OperationPlayer):
             self.spec, layout, self.world, copies, self.precision, self.kernel, self.by
         )
 
+    def close(self) -> None:
+        """Give back the threads, files and pinned memory of tiers."""
+        for runner in self.runners.values():
+            if runner.tier is not None:
+                runner.tier.close()
+
     def groups(self, lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
         """The step's groups in visiting order."""
-        groups = length_groups(lengths, self.edges, self.spec)
-        order = self.itinerary.order(tuple(group.layout for group in groups))
-        return tuple(groups[number] for number in order)
+        return self.itinerary.groups(lengths, self.edges)
 
     def record(self, recorder: Recorder | None) -> None:
         """Have a recorder see the events of streams; None: no longer."""
@@ -320,7 +324,7 @@ class Player(OperationPlayer):
         # The first group's weights come from home alone.
         previous = self.groups_here[op.visit - 1].layout if op.visit else None
         source = None
-        if previous is not None and self.steps.source(previous) is not None:
+        if previous is not None and self.itinerary.source(previous) is not None:
             source = self.copies_of[previous]
         return self.switches.bring(source, copies)
 

@@ -32,8 +32,6 @@ from longshift.state.precision import Precision
 from longshift.step.compose import layout_ops
 from longshift.stream.tiers import Tensors, Tier
 
-Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
-
 
 class Runner(ABC):
     """A layout's units and micro-batches on this rank. Mutable. `loaded`: the tensors of each
@@ -70,7 +68,6 @@ class Runner(ABC):
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self.seed = 0.0
         self.learns = True
-        self.crossing: dict[Message, Tensor] = {}
 
     def counts(self, loss: Tensor) -> None:
         """Add to the loss sum what ranks with other cuts of the weights know too."""

@@ -98,7 +98,7 @@ def _update(
     lr = state.schedule.at(state.optimizer.steps)
     if is_finite:
         factor = min(1.0, state.clip / (norm + 1e-6)) if state.clip else 1.0
-        state.optimizer.update(lr, factor / scale if factor != scale else 1.0)
+        state.optimizer.update(lr, factor / scale)
     elif state.scale is None or state.scale.scale == 1.0:
         state.optimizer.take_back()
         culprit = _culprit(state, world, batch, loss)

@@ -1,1 +1,1 @@
-"""What waits for its backward: recomputation, tiers of memory, and sequences in chunks."""
+"""Tiers of memory, where activations wait for their backward, and the trace of what moves."""

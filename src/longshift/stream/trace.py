@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 from longshift.errors import UsageError
 from longshift.schedule.event import LANES, Buffer, Event
 
-SHOWN = ("compute", "in", "out", "link")  # from the top
-
 Result = TypeVar("Result")
 
 
@@ -80,10 +78,6 @@ class Recorder:
         span = self.now
         if span is not None:
             copy.add_done_callback(lambda _: setattr(span, "end", time.perf_counter()))
-
-    def write(self, path: Path, rank: int) -> None:
-        """When all copies have ended. Raises UsageError where the file cannot be written."""
-        save(path, events_of(self.spans, rank, f"rank {rank}", SHOWN, origin(self.spans)))
 
 
 def save(path: Path, events: Iterable[dict[str, Any]]) -> None:

@@ -30,7 +30,13 @@ from longshift.switch.spread import (
     turn_about,
 )
 from longshift.switch.traffic import least_s, traffic
-from longshift.workload.groups import Edge, home_layout, visiting_order
+from longshift.workload.groups import (
+    Edge,
+    LengthGroup,
+    home_layout,
+    length_groups,
+    visiting_order,
+)
 
 # Plans of up to so many cuts are compared: n cuts are n * n plans, a second each for a large model.
 # Of more cuts, estimates are compared.
@@ -105,11 +111,24 @@ class Itinerary:
         """The plan of the gradient sums of `source`, to home."""
         return self._plan(None, source, sums=True)
 
-    def source(self, layout: Layout) -> Cut | None:
+    def plan_of(self, way: str, previous: Layout | None, layout: Layout) -> Plan:
+        """The plan of the gradient sums of `layout`, way "sums", or of its weights after `previous`
+        has computed."""
+        cut = self.cuts[layout]
+        return self.sums(cut) if way == "sums" else self.weights(self.source(previous), cut)
+
+    def source(self, layout: Layout | None) -> Cut | None:
         """What a switch can take from besides home when `layout` has computed: at home, ZeRO-3 has
         released its copies."""
+        if layout is None:
+            return None
         cut = self.cuts[layout]
         return None if cut.at_home and layout.zero == 3 else cut
+
+    def groups(self, lengths: Sequence[int], edges: Sequence[Edge]) -> tuple[LengthGroup, ...]:
+        """The groups of a step of documents of these lengths, in the order of their visits."""
+        groups = length_groups(lengths, edges, self.spec)
+        return tuple(groups[i] for i in self.order(tuple(group.layout for group in groups)))
 
     def order(self, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
         """Order in which a step visits these layouts: the one whose switches take the least time.

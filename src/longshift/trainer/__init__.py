@@ -1,1 +1,2 @@
-"""A layout composed into a step, and steps into a run."""
+"""A run: admission, the training loop, trials of layouts, metrics, trackers, launchers, and the run
+folder."""

@@ -16,9 +16,10 @@ from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
 from longshift.layout.home_tiers import HomeTiers
+from longshift.print_result import gib_text
 from longshift.step_report import shape_of
 from longshift.weigh.needs import Need, StepShape, largest_need, memory_needs
-from longshift.weigh.recorder import Transport
+from longshift.weigh.recorder import Transport, transport_on
 from longshift.weigh.state_memory import saved_bytes
 
 # Copies of the state that must have room where one is made: as much again stays free for other
@@ -44,11 +45,11 @@ def admit(config: Config, world: World, run: Path) -> Admission:
     before the norm, none is. Raises OutOfMemoryError with the arithmetic."""
     room, process = _room(world)
     cpu = world.device.type == "cpu"
-    transport: Transport = "gloo" if cpu else "nccl"
+    transport = transport_on(not cpu)
 
     def weigh(shape: StepShape) -> tuple[tuple[Need, ...], dict[str, dict[str, int]], str | None]:
-        step_needs = memory_needs(shape, config.edges, transport, cpu)
-        waiting = _waiting(config, shape, step_needs, transport, cpu)
+        step_needs = memory_needs(shape, config.edges, transport)
+        waiting = _waiting(config, shape, step_needs, transport)
         faults = _lacking(config, world, run, room, process, step_needs, waiting)
         return step_needs, waiting, next(faults, None)
 
@@ -91,7 +92,7 @@ def admit(config: Config, world: World, run: Path) -> Admission:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return gib_text(size, digits=2)
 
 
 def _lacking(
@@ -130,7 +131,7 @@ def _lacking(
 
 
 def _waiting(
-    config: Config, shape: StepShape, step_needs: Sequence[Need], transport: Transport, cpu: bool
+    config: Config, shape: StepShape, step_needs: Sequence[Need], transport: Transport
 ) -> dict[str, dict[str, int]]:
     """Bytes that a rank keeps in host memory and on disk, by layout; each group's tier is kept
     while others run."""
@@ -140,11 +141,9 @@ def _waiting(
     is_alone = len(config.edges) == 1 and config.home.at == HomeTiers()
     for edge in config.edges:
         place = edge.use.offload
-        if place == "disk" or (place == "host" and not cpu):
+        if place == "disk" or (place == "host" and transport == "nccl"):
             edge_needs = (
-                step_needs
-                if is_alone
-                else memory_needs(shape_without_state, [edge], transport, cpu)
+                step_needs if is_alone else memory_needs(shape_without_state, [edge], transport)
             )
             waiting[place][str(edge.use)] = largest_need(edge_needs, place).of(place)
 

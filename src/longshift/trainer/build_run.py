@@ -205,8 +205,7 @@ def build_player(
 
     `run`: the run's folder, for what is streamed to disk. `checked`: what comes back is compared.
     """
-    nodes = -(-world.size // world.per_node)
-    links = links_of(profile_here(world), world.per_node, nodes)
+    links = links_of(profile_here(world), world.per_node, world.nodes)
     return Player(
         config.spec,
         config.edges,

@@ -37,6 +37,7 @@ from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.model.loss import IGNORE
+from longshift.print_result import gib_text
 from longshift.spec.formats import EIGHT_BITS
 from longshift.spec.model import ModelSpec
 from longshift.state.precision import Precision
@@ -354,13 +355,11 @@ def _make_room(small: SmallRun, device: str) -> None:
     free = host_memory()[1]
     for name, way in on_cpu.items():
         shape = shape_of(small.run(small.groups(way)))
-        need = (
-            way[0].world * largest_need(memory_needs(shape, shape.edges, "gloo", True)).device.total
-        )
+        need = way[0].world * largest_need(memory_needs(shape, shape.edges, "gloo")).device.total
         if need > free:
             raise OutOfMemoryError(
                 f"check computes in float64 and without a GPU for its reference: {name} needs"
-                f" {need / 2**30:.1f} GiB for tensors, and {free / 2**30:.1f} GiB of this machine's"
+                f" {gib_text(need)} for tensors, and {gib_text(free)} of this machine's"
                 " memory are free; check a model of the same family with fewer layers"
             )
 

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from longshift.layout.layout import format_size
-from longshift.print_result import OutputConsole
+from longshift.print_result import OutputConsole, gib_text
 from longshift.terminal import read_or_not, short_number
 from longshift.trainer.metrics import GroupMetrics, StepMetrics
 
@@ -229,7 +229,7 @@ def _offload_words(groups: Sequence[GroupMetrics]) -> str:
 
 
 def _memory(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**20:.0f} MiB" if size < 10 * 2**30 else gib_text(size)
 
 
 def _clock(seconds: float) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longshift.config import Config
+from longshift.config_parts import layout_out
 from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
 from longshift.state.home import Home
@@ -70,7 +71,7 @@ def make_step_metrics(
         memory_bytes=memory_bytes,
         cursor=batch.next_cursor,
         skipped=outcome.skipped,
-        layout=config.model_dump(mode="json")["layout"],
+        layout=layout_out(config.layout),
     )
 
 

@@ -254,7 +254,7 @@ def open_stage(
     if max_steps is not None:
         last_step = min(last_step, start.step + max_steps)
 
-    with closing(start.state.home), closing(prefetcher), saver:
+    with closing(start.state.home), closing(player), closing(prefetcher), saver:
         yield StageRun(
             config=config,
             context=context,

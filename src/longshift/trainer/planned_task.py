@@ -21,6 +21,7 @@ from longshift.layout_plan import (
 from longshift.planner.plan_evaluator import PlanCandidate
 from longshift.planner.search import SearchResult
 from longshift.planner.task import PlanTask
+from longshift.print_result import gib_text
 from longshift.program.operations import LANES as OP_LANES
 from longshift.simulate.calibrate import BAND
 from longshift.simulate.clock import in_visiting_order
@@ -182,9 +183,9 @@ class PlannedTask:
     def _misfit_lines(self) -> Iterator[str]:
         """Sentences where no layout fits."""
         task = self.task
-        room = f"{_gib(task.budget_bytes)} a device"
+        room = f"{gib_text(task.budget_bytes)} a device"
         for tier in task.places[1:]:
-            room += f" and {_gib(task.limits[tier])} of {tier}"
+            room += f" and {gib_text(task.limits[tier])} of {tier}"
         homes = ""
         if self.alternatives:
             others = " or ".join(str(plan.task.home) for plan in self.alternatives)
@@ -208,14 +209,15 @@ class PlannedTask:
         yield f"{step}, on the clock{source}"
         device_bytes = best.bytes["device"]
         spare = task.budget_bytes - device_bytes
-        yield f"a device needs {_gib(device_bytes)}: {_gib(spare)} left; most at {best.peak}"
+        needed = gib_text(device_bytes)
+        yield f"a device needs {needed}: {gib_text(spare)} left; most at {best.peak}"
         for memory, where in (("host", "in host memory"), ("disk", "on disk")):
             size = best.bytes[memory]
             room = task.limits[memory]
             if size:
                 # Host memory has no limit of its own where the host is the device.
-                rest = f": {_gib(room - size)} left" if room < inf else ""
-                yield f"{where} a rank keeps {_gib(size)}{rest}"
+                rest = f": {gib_text(room - size)} left" if room < inf else ""
+                yield f"{where} a rank keeps {gib_text(size)}{rest}"
         if "disk" in task.home.tiers and not best.shape.early:
             yield "updates before the norm have no room there: all are made under the next forward"
 
@@ -239,7 +241,7 @@ class PlannedTask:
             yield f"  {way}: {_short(lack, memory)}"
         for rival in choice.rivals:
             excess = f"{rival.times - 1:+.1%} over the best single layout (rate cards)"
-            yield f"  {rival.layout}: {excess}, {_gib(rival.short_bytes)} short"
+            yield f"  {rival.layout}: {excess}, {gib_text(rival.short_bytes)} short"
         trials = choice.trial_plans()
         if len(trials) > 1:
             yield TRIALS_NOTE
@@ -250,15 +252,11 @@ class PlannedTask:
 
 
 def _short(lack: float, place: str) -> str:
-    return f"{_gib(lack)} {'' if place == 'device' else f'of {place} '}short"
+    return f"{gib_text(lack)} {'' if place == 'device' else f'of {place} '}short"
 
 
 def _times(ratio: float) -> str:
     return f"takes {ratio:.2f} times as long"
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
 
 
 def write_trace(way: PlanCandidate, path: Path) -> None:

@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from longshift.cluster.host import core_count, has_gpu
 from longshift.config import Config
+from longshift.config_parts import layout_out
 from longshift.dist.rank_actor import RankActor, RankOutput
 from longshift.dist.ranks import Ranks
 from longshift.dist.sealed_store import SealedStore
@@ -325,7 +326,7 @@ def cause_of_loss(rank: int, fault: Exception) -> Cause:
 def tell_change(config: Config, fitted: Config, say: Say) -> None:
     """Say to which layout a run changes, if it does."""
     if fitted.layout != config.layout:
-        before, after = (each.model_dump(mode="json")["layout"] for each in (config, fitted))
+        before, after = (layout_out(each.layout) for each in (config, fitted))
         say(f"layout {layout_text(before)} becomes {layout_text(after)}")
 
 

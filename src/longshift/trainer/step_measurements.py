@@ -16,6 +16,7 @@ from longshift.cluster.cluster import MOVED, Calibration, Cluster
 from longshift.cluster.files import figures, profile_of_host
 from longshift.command_results import CalibrationResult, CalibrationStep
 from longshift.config import Config
+from longshift.config_parts import layout_out
 from longshift.dist.world import World
 from longshift.documents.batch import Batches
 from longshift.errors import UsageError
@@ -40,8 +41,7 @@ RECENT = 8
 
 def profile_here(world: World) -> Cluster | None:
     """The profile of the machine that ranks run on; None where it was not measured."""
-    nodes = -(-world.size // world.per_node)
-    return profile_of_host(world.per_node, nodes, world.device.type, cores=world.cores)
+    return profile_of_host(world.per_node, world.nodes, world.device.type, cores=world.cores)
 
 
 def clock_steps(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
@@ -75,7 +75,7 @@ def read_measurements(run: Path, config: Config) -> list[StepMeasurement]:
             f"{run} has stages, whose steps differ; calibrate by a run without train.stages"
         )
     rows = read_rows(RunFolder(run).metrics)
-    now = config.model_dump(mode="json")["layout"]
+    now = layout_out(config.layout)
 
     # 1. Choose steps, evenly. A step begins at the cursor at which the step before it ended.
     cursors = {row["step"]: row["cursor"] for row in rows} | {0: 0}
@@ -221,11 +221,7 @@ class StepForecast:
         where the run's plan was not calibrated or is of other layouts, and where this machine's
         profile is not the one that it was calibrated by, which is said."""
         plan = read(run) if world.rank == 0 else None
-        if (
-            plan is None
-            or plan.calibration is None
-            or config.model_dump(mode="json")["layout"] != plan.layout
-        ):
+        if plan is None or plan.calibration is None or layout_out(config.layout) != plan.layout:
             return None
         profile = profile_here(world)
         if profile is None or figures(profile) != plan.calibration.fingerprint:

@@ -16,6 +16,7 @@ from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
 from longshift.trainer.build_run import build_player, build_state, open_data
 from longshift.weigh.timeline import (
+    ROWS,
     Timeline,
     compare_step,
     difference_order,
@@ -23,7 +24,6 @@ from longshift.weigh.timeline import (
     write_timeline,
 )
 
-ROWS = 8  # of differences that are shown
 DEADLINE_S = 1800.0
 
 
@@ -97,4 +97,4 @@ def record_step(world: World, config: str, scratch: str) -> dict[str, Any]:
         memory.watch(player)
         train_step(state, batch, player)
         player.after = None
-    return compare_step(memory, predict_step(player), ROWS)
+    return compare_step(memory, predict_step(player))

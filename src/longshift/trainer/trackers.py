@@ -51,8 +51,8 @@ class Tracker(Protocol):
     """Takes the rows of one process of a run. `save.trackers` may name a class of this protocol,
     which is made with the run's folder and `save.project`.
 
-    All methods are called in one thread of rank 0's process. Training does not wait for them. Any
-    may raise: the run goes on without the tracker then."""
+    It is made in the main thread of rank 0's process. Its methods are called in one other thread,
+    for which training does not wait. Any may raise: the run goes on without the tracker then."""
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
         """Begin with a resolved config, before the first row. `first`: its step."""
@@ -332,8 +332,7 @@ class _Follower(Thread):
             self._tracker.finish(row)
         except BaseException as fault:
             # A package may raise anything; what would end the process ends this thread.
-            first_line = str(fault).strip().splitlines()[:1]
-            reason = ": ".join([type(fault).__name__, *first_line])
+            reason = describe_error(fault, module_name="")
             self.say(f"failed {when}, and the run goes on without it: {reason}")
 
     def say(self, text: str) -> None:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from longshift.cluster.cluster import Calibration, Cluster
 from longshift.config import Config
+from longshift.config_parts import layout_out
 from longshift.dist.world import World
 from longshift.errors import UsageError
-from longshift.files import rewrite, written
 from longshift.terminal import say
 from longshift.trainer.metrics import StepMetrics
-from longshift.trainer.plan_file import parse, place
+from longshift.trainer.plan_file import keep, parse, place
 from longshift.trainer.step_measurements import clock_steps, fit_measurements, profile_here
 
 STEPS = 4  # of a trial
@@ -46,11 +46,7 @@ def train_trials(
         text = file.read_text(encoding="utf-8", errors="replace")
     text = world.gather_text(text)[0]
     plan = parse(text, file) if text else None
-    if (
-        plan is None
-        or plan.chosen is not None
-        or config.model_dump(mode="json")["layout"] not in plan.choices
-    ):
+    if plan is None or plan.chosen is not None or layout_out(config.layout) not in plan.choices:
         yield from play(config, resume, None)
         return
     profile = profile_here(world)
@@ -75,8 +71,7 @@ def train_trials(
             saved = plan
             if plan.chosen is not None and profile is not None:
                 saved = replace(plan, calibration=_calibration(run, config, profile))
-            with written(str(file)):
-                rewrite(file, saved.to_json())
+            keep(saved, run, resume)
         resume = True
     yield from play(plan.config(config), resume, None)
 

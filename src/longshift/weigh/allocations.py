@@ -154,7 +154,6 @@ class RankMemory:
 
     `transport`: how collectives move, which decides what they need besides their results.
     `same_format`: weights are computed with in home's format.
-    `host_is_device`: a CPU, whose host tier moves nothing.
     `float8`: whether matmuls of blocks take factors of eight bits.
     `with_peaks`: whether peaks are wanted, and so what operations need as workspace. Traffic is
     known without.
@@ -167,7 +166,6 @@ class RankMemory:
     steps: Steps
     transport: Transport
     same_format: bool
-    host_is_device: bool
     float8: bool = False
     with_peaks: bool = True
 
@@ -178,11 +176,20 @@ class RankMemory:
         self.host: Place = "device" if self.host_is_device else "host"
 
         self.allocations = AllocationTracker()
+        self.clear_traffic()
+
+    def clear_traffic(self) -> None:
+        """Count traffic and computations anew."""
         self.sent = Counter[str]()
         self.moved = Counter[str]()
         self.flops = 0
         self.added_bytes = 0
         self.coded_bytes = 0
+
+    @property
+    def host_is_device(self) -> bool:
+        """Whether the device is a CPU, whose host tier moves nothing."""
+        return self.transport == "gloo"
 
     def allocate(
         self, name: str, size: int, place: Place = "device", shape: Hashable = ()

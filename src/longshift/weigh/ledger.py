@@ -30,7 +30,7 @@ class StepEstimate:
 
     `peaks`: by place.
     `sent`: bytes out of the rank to others, by communicator.
-    `moved`: bytes put into tiers and fetched.
+    `moved`: bytes "put" into tiers and "fetched", and of the state "home in" and "home out".
     `flops`: of matmuls and of attention, causal scores counted once, recomputation included; only
     where the step itself was played.
     """
@@ -119,10 +119,7 @@ class Ledger(OperationPlayer):
 
     def _play_step(self, program: Sequence[Op], after: Callable[[Op], object] | None) -> None:
         # Traffic is told of the last step alone.
-        self.memory.sent.clear()
-        self.memory.moved.clear()
-        self.memory.flops = 0
-
+        self.memory.clear_traffic()
         for number, op in enumerate(program):
             self.allocations.begin_op(number, op)
             self.table[op.kind](op)
@@ -150,13 +147,9 @@ class Ledger(OperationPlayer):
         return _StageGroup(self.memory, op.way)
 
     def _transfer(self, op: Op) -> SwitchMemory:
-        itinerary = self.steps.itinerary
-        cut = self._cut(self.visits[op.visit])
-        if op.way == "sums":
-            plan = itinerary.sums(cut)
-        else:
-            previous = self.visits[op.visit - 1].layout if op.visit else None
-            plan = itinerary.weights(self.steps.source(previous), cut)
+        previous = self.visits[op.visit - 1].layout if op.visit else None
+        layout = self.visits[op.visit].layout
+        plan = self.steps.itinerary.plan_of(op.way, previous, layout)
         return SwitchMemory(self.memory, plan, op.way)
 
     def _total(self, op: Op) -> None:

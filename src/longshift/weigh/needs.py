@@ -22,8 +22,11 @@ from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule.sequence import pack_order
 from longshift.spec.formats import Format
+from longshift.spec.model import ModelSpec
 from longshift.spec.param import share
 from longshift.switch.itinerary import Itinerary
+from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.allocations import Peak, RankMemory
 from longshift.weigh.extrapolate_chunks import (
     Pack,
@@ -56,6 +59,23 @@ class StepShape:
     home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     early: bool = True
 
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        edges: tuple[Edge, ...],
+        links: Links,
+        formats: Format,
+        tokens: int,
+        longest: int,
+        home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
+        early: bool = True,
+    ) -> "StepShape":
+        """The shape of steps whose switches cross `links`."""
+        compute_bytes, home_bytes = formats.compute_bytes, formats.home_bytes
+        itinerary = Itinerary(spec, edges, links, compute_bytes, home_bytes, SwitchOptions())
+        return cls(itinerary, edges, formats, tokens, longest, home_in, early)
+
     def steps(self, rank: int) -> Steps:
         formats = self.formats
         return Steps(
@@ -70,14 +90,11 @@ class StepShape:
             doubled=self.early and not formats.scaled,
         )
 
-    def ledger(
-        self, rank: int, transport: Transport, host_is_device: bool, with_peaks: bool = True
-    ) -> Ledger:
+    def ledger(self, rank: int, transport: Transport, with_peaks: bool = True) -> Ledger:
         memory = RankMemory(
             self.steps(rank),
             transport,
             same_format=self.formats.compute == self.formats.home,
-            host_is_device=host_is_device,
             float8=self.formats.float8,
             with_peaks=with_peaks,
         )
@@ -116,15 +133,11 @@ class StepShape:
         shorter_packs = [full_pack(edge.pack, length) for length in (longest - 1, LONG - 1)]
         return max([pack, *shorter_packs], key=attention_peak)
 
-    def pack_estimate(
-        self, edge: Edge, rank: int, transport: Transport, host_is_device: bool
-    ) -> StepEstimate:
+    def pack_estimate(self, edge: Edge, rank: int, transport: Transport) -> StepEstimate:
         """What a rank needs and sends for one full pack of a group on each replica."""
-        return replace(self, tokens=1).estimate([edge], rank, transport, host_is_device)
+        return replace(self, tokens=1).estimate([edge], rank, transport)
 
-    def estimate(
-        self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool
-    ) -> StepEstimate:
+    def estimate(self, edges: Sequence[Edge], rank: int, transport: Transport) -> StepEstimate:
         """What a rank needs and sends in the largest step with documents for these groups, in
         visiting order."""
         # 1. Choose packs that are small enough to weigh. A step has one of each group, and groups
@@ -141,7 +154,7 @@ class StepShape:
             steps.append(largest_step(self, edges, step_packs))
 
         # 2. Weigh them, and extrapolate where they are not the packs themselves.
-        ledger = self.ledger(rank, transport, host_is_device)
+        ledger = self.ledger(rank, transport)
         first = steps[0]
         if len(steps) == 1:
             return ledger.play(first.visits, first.packs)
@@ -167,9 +180,7 @@ class Need:
         return self.estimate.peaks[place].total if place in self.estimate.peaks else 0
 
 
-def memory_needs(
-    shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is_device: bool
-) -> tuple[Need, ...]:
+def memory_needs(shape: StepShape, edges: Sequence[Edge], transport: Transport) -> tuple[Need, ...]:
     """Memory needs of the largest step with documents for these groups, one for each kind of
     rank."""
     # A switch takes from the copies of the visit before: the order decides what moves.
@@ -177,7 +188,7 @@ def memory_needs(
     visited_edges = [edges[index] for index in order]
     needs = []
     for rank in representative_ranks(shape):
-        estimate = shape.estimate(visited_edges, rank, transport, host_is_device)
+        estimate = shape.estimate(visited_edges, rank, transport)
         needs.append(Need(rank, estimate))
     return tuple(needs)
 

@@ -48,6 +48,11 @@ SCATTERS = {"scatter_", "scatter_add_", "index_put_", "index_add_"}
 aten = torch.ops.aten
 
 
+def transport_on(is_gpu: bool) -> Transport:
+    """How collectives move between devices of a kind."""
+    return "nccl" if is_gpu else "gloo"
+
+
 class Matmul(NamedTuple):
     """[rows, inner] @ [inner, columns], `batch` times in one kernel. `sums_tokens`: a gradient of
     weights."""

@@ -23,12 +23,14 @@ from longshift.step.player import Player
 from longshift.stream.trace import Recorder, Span, counter_events, events_of, origin, save
 from longshift.weigh.allocations import RankMemory
 from longshift.weigh.ledger import Ledger
+from longshift.weigh.recorder import transport_on
 
 # Recorded peak over predicted peak: what a step may have.
 MIN_RATIO = 0.98
 MAX_RATIO = 1.0
 
 # Lanes of a trace, from the top.
+ROWS = 8  # of differences that are shown
 SHOWN_LANES = ("compute", *dict.fromkeys(LANES.values()), "link")
 
 
@@ -106,12 +108,10 @@ class PredictedStep:
 def predict_step(player: Player) -> PredictedStep:
     """The ledger's prediction of the step whose program the player made last."""
     precision = player.precision
-    is_cpu = player.world.device.type == "cpu"
     memory = RankMemory(
         player.steps,
-        "gloo" if is_cpu else "nccl",
+        transport_on(player.world.device.type != "cpu"),
         same_format=precision.compute == precision.home,
-        host_is_device=is_cpu,
         float8=precision.float8,
     )
     ledger = Ledger(memory)
@@ -159,9 +159,7 @@ def difference_order(row: Mapping[str, Any]) -> tuple[bool, int]:
     return row["same"], -abs(row["difference"]) if row["same"] else row["number"]
 
 
-def compare_step(
-    timeline: Timeline, prediction: PredictedStep, max_rows: int = 8
-) -> dict[str, Any]:
+def compare_step(timeline: Timeline, prediction: PredictedStep) -> dict[str, Any]:
     """Compare peaks, and bytes after operations.
 
     `within`: whether the program was played, and the ratio of the peaks is within MIN_RATIO and
@@ -176,7 +174,7 @@ def compare_step(
         "predicted": prediction.peak,
         "ratio": ratio,
         "within": is_program and MIN_RATIO <= ratio <= MAX_RATIO,
-        "differences": differences[:max_rows],
+        "differences": differences[:ROWS],
     }
 
 
