@@ -28,6 +28,7 @@ from longshift.weigh import ledger as ledgers
 from longshift.weigh.extrapolate_chunks import full_pack
 from longshift.weigh.needs import StepShape, largest_need, largest_step, memory_needs, representative_ranks
 from longshift.weigh.state_memory import saved_bytes
+from longshift.weigh.turn_profile import play_collective
 from longshift.workload.groups import Edge
 
 SPEC = ModelSpec("llama", 1009, 64, 5, 6, 3, 16, 176, 1 << 16, rope=Rope())
@@ -218,3 +219,10 @@ def test_a_new_primitive_of_the_model_is_weighed_and_timed_without_a_word(monkey
     assert more[1] == pytest.approx(3 * output_s + left_s)
     assert more[2] == pytest.approx(float(cost.rates.elementwise_s(PASSES["nccl"] * (tanh_bytes + sum_bytes))))
     assert more[3] > 0.0
+
+
+@pytest.mark.parametrize("holders", [2, 3, 5])
+def test_an_all_reduce_sends_its_bytes_rounded_once(holders: int):
+    """As they are counted where ranks run: elements need not divide evenly."""
+    sent = play_collective("nccl", "reduce", "all_reduce", holders, elements=1001, item_bytes=4).begin.sent
+    assert sent == {"reduce": 2 * 4004 * (holders - 1) // holders}

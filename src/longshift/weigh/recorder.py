@@ -427,4 +427,5 @@ class RecordedGroup(Group):
     def _native_all_reduce(
         self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False
     ) -> None:
-        self._send(2 * x.numel() * (self.size - 1) // self.size, x)
+        # Rounded once, as a whole: elements need not divide evenly.
+        self.recorder.sent[self.axis] += 2 * x.nbytes * (self.size - 1) // self.size
