@@ -775,7 +775,7 @@ def test_a_run_is_calibrated_by_steps_of_one_config(place, longshift):
     code, _, err = longshift("calibrate run --on 1xcpu")
     assert code == 2
     assert "has 2 steps to calibrate by, without those that allocate memory, and 4 are needed" in err
-    assert longshift("calibrate . --on 1xcpu")[0] == 2
+    assert longshift("calibrate . --on 1xcpu")[0] == 4
     assert longshift("train run.yaml save.dir=longer train.steps=6")[0] == 0
     code, out, _ = longshift("calibrate longer --on 1xcpu --json")
     assert code == 0

@@ -57,7 +57,7 @@ def test_eight_bits_are_told():
 
 @pytest.mark.parametrize("per_node", [2, 4])
 def test_the_bytes_are_those_of_the_plans(per_node: int, monkeypatch):
-    monkeypatch.setattr("longshift.step_report.SwitchOptions", lambda: SwitchOptions(bucket_bytes=1 << 20))
+    monkeypatch.setattr("longshift.weigh.needs.SwitchOptions", lambda: SwitchOptions(bucket_bytes=1 << 20))
     run = config(GROUPS)
     way, found = shape_of(run, per_node).itinerary, explain(run, per_node)
     cut = way.cuts[Layout.parse("dp4")]
