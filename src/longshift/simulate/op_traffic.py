@@ -48,10 +48,6 @@ def record_traffic(
     # The ledger's counters after the operation before.
     total_sent = total_moved = total_coded = total_added = 0
 
-    def shard_elements(unit: int) -> int:
-        shards = ledger.home.shards.items()
-        return sum(size for (owner, _), size in shards if owner == unit)
-
     def crosses_link(op: Op, home: Tier) -> bool:
         is_crossing = op.kind in ("gather", "await reduce")
         return is_crossing and home != "device" and uses_home[op.visit]
@@ -62,8 +58,8 @@ def record_traffic(
         if op.kind == "update" and op.unit < 0 and not ledger.steps.by_unit:
             return sum(ledger.home.shards.values())
         if op.kind in ("update", "pack"):
-            return shard_elements(op.unit)
-        return shard_elements(op.unit) if crosses_link(op, home) else 0
+            return ledger.home.elements(op.unit)
+        return ledger.home.elements(op.unit) if crosses_link(op, home) else 0
 
     def record(op: Op) -> None:
         nonlocal total_sent, total_moved, total_coded, total_added

@@ -100,11 +100,8 @@ def read_rope(read: Reader, theta: float, blocks: str | None = None) -> Rope:
             read.fault(key, section, "must be a mapping")
             return Rope()
     if len(sections) == 2:
-        read.fault(
-            "rope_scaling",
-            sections["rope_scaling"],
-            "given twice: rope_parameters says it too; keep one",
-        )
+        reason = "given twice: rope_parameters says it too; keep one"
+        read.fault("rope_scaling", sections["rope_scaling"], reason)
     key, section = next(iter(sections.items()), ("rope_parameters", {}))
     if blocks and key == "rope_parameters":
         outer = Reader(section, f"{key}.")
@@ -141,8 +138,7 @@ def read_rope(read: Reader, theta: float, blocks: str | None = None) -> Rope:
     section_theta = inner.number("rope_theta", model_theta)
     if section_theta != model_theta and read.config.get("rope_theta") is not None:
         inner.fault("rope_theta", section_theta, f"but rope_theta says {model_theta!r}")
-    has_kinds = blocks is not None
-    scaling = _read_scaling(inner, kind or old_kind or "default", read, has_kinds)
+    scaling = _read_scaling(inner, kind or old_kind or "default", read, blocks is not None)
     inner.known.add(_PARTIAL)
     inner.refuse_the_rest()
     read.faults += inner.faults

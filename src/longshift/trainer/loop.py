@@ -102,8 +102,7 @@ def train(
     `trace`: a file for a trace of the first step (`trainer.step_trace`).
     `record`: rank 0 calls it with each step before the step is yielded. What it raises ends the
         run, and the step is not saved.
-    `tell`: is called with the memory that is needed and available, before the first step under a
-        layout.
+    `tell`: is called with memory needed and available, before the first step under a layout.
     `on_step`: of a run of one process, what `train.on_step` names in others
     (`trainer.step_callback`).
 

@@ -134,6 +134,10 @@ class StateMemory:
             self.memory.allocate("buffers of the disk", buffers_bytes, self.memory.host),
         ]
 
+    def elements(self, unit: int) -> int:
+        """Elements of a unit that are trained and that this rank keeps."""
+        return sum(size for (owner, _), size in self.shards.items() if owner == unit)
+
     # Gradient sums
 
     def receive(self, unit: int, number: int, total: Allocation, size: int) -> None:
