@@ -627,7 +627,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is(place, longshift):
     assert longshift("train run.yaml")[0] == 0
     (place / "run").rename(place / "moved")
     code, out, err = longshift("train moved/config.yaml --resume=auto train.steps=4")
-    line = f"{place}/moved/config.yaml says save.dir {place}/run: its folder was moved or copied, and stays {place}/moved"
+    line = f"{place}/moved/config.yaml says save.dir {place}/run: the folder was moved or copied; the run goes on in {place}/moved"
     assert (code, err) == (0, f"longshift: {line}\n")
     assert "finished at step 4 of 4" in out
     assert not (place / "run").exists()
@@ -666,7 +666,7 @@ def test_a_copied_run_goes_on_beside_its_original(place, capsys):
     shutil.copytree(place / "run", place / "copy")
     capsys.readouterr()
     assert [step.step for step in ls.train("copy/config.yaml", "train.steps=3", resume=True)] == [3]
-    assert capsys.readouterr().err.count("its folder was moved or copied") == 1
+    assert capsys.readouterr().err.count("the folder was moved or copied") == 1
     assert [len(read_rows(place / name / "metrics.jsonl")) for name in ("run", "copy")] == [2, 3]
     assert load_config("copy/config.yaml").save.dir == str(place / "copy")
     assert load_config("run/config.yaml").train.steps == 2
