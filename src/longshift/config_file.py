@@ -124,7 +124,10 @@ def _set_folder(values: dict[str, Any], run: Path, name: str, say: Say) -> None:
     previous = save.get("dir")
     save["dir"] = str(run)
     if isinstance(previous, str) and os.path.realpath(previous) != os.path.realpath(run):
-        say(f"{name} says save.dir {previous}: the folder was moved or copied; the run goes on in {run}")
+        say(
+            f"{name} says save.dir {previous}: the folder was moved or copied; the run goes on in"
+            f" {run}"
+        )
 
 
 def _override(values: dict[str, Any], places: dict[tuple, str], override: str) -> str | None:
