@@ -448,7 +448,8 @@ def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bi
 
     with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout
-        while not child.stdout.readline().startswith("step 3/"):
+        # Step 2 is written in the background: step 4 waits for it.
+        while not child.stdout.readline().startswith("step 5/"):
             assert child.poll() is None
         workers = {p.name(): p for p in psutil.Process(child.pid).children(recursive=True) if p.name().startswith("longshift-r")}
         victim = workers["longshift-r1"]

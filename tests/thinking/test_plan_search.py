@@ -23,7 +23,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner import balance_stages, memory_bound, plan_evaluator
 from longshift.planner import group_seconds as rate_cards
-from longshift.planner.assign import best_assignments, tally_lengths
+from longshift.planner.assign import MAX_GROUPS, best_assignments, tally_lengths
 from longshift.planner.candidates import Candidates, enumerate_layouts, violations
 from longshift.planner.memory_bound import Training, min_device_bytes, min_plan_bytes
 from longshift.planner.neighbors import mesh_set, neighbors
@@ -231,20 +231,20 @@ def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):
 # --- the program over edges and layouts ---
 
 
-def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    edges, layouts, groups = (int(rng.integers(1, most)) for most in (5, 4, 4))
+def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    edges, layouts = (int(rng.integers(1, most)) for most in (5, 4))
     cost = np.full((edges, edges + 1, layouts), np.inf)
     for i, j in combinations(range(edges + 1), 2):
         cost[i, j] = np.where(rng.random(layouts) < 0.8, rng.random(layouts) * (j - i), np.inf)
     switch = np.where(np.eye(layouts, dtype=bool), 0.0, rng.random((layouts, layouts)) * 0.3)
-    return cost, rng.random((edges, edges + 1)), switch, rng.random(layouts) * 0.1, groups
+    return cost, rng.random((edges, edges + 1)), switch, rng.random(layouts) * 0.1
 
 
-def brute(cost: np.ndarray, present: np.ndarray, switch: np.ndarray, last: np.ndarray, groups: int) -> float:
+def brute(cost: np.ndarray, present: np.ndarray, switch: np.ndarray, last: np.ndarray) -> float:
     """The least seconds of every assignment, tried one by one."""
     edges, _, layouts = cost.shape
     least = np.inf
-    for count in range(1, groups + 1):
+    for count in range(1, min(MAX_GROUPS, edges) + 1):
         for ends in combinations(range(1, edges), count - 1):
             cuts = [0, *ends, edges]
             for some in product(range(layouts), repeat=count):
@@ -261,7 +261,7 @@ def test_plan_program_equals_brute_force():
         found, least = best_assignments(*case), brute(*case)
         assert bool(found) == np.isfinite(least)
         if found:
-            cost, present, switch, last, _ = case
+            cost, present, switch, last = case
             one = found[0]
             cuts = (0, *one.ends)
             seconds = sum(cost[i, j, k] for i, j, k in zip(cuts, one.ends, one.layouts)) + last[one.layouts[-1]]
@@ -274,9 +274,9 @@ def test_plan_program_equals_brute_force():
 def test_plan_program_with_more_layouts_is_never_worse():
     rng = np.random.default_rng(1)
     for _ in range(100):
-        cost, present, switch, last, groups = random_case(rng)
-        few = best_assignments(cost[:, :, :1], present, switch[:1, :1], last[:1], groups)
-        every = best_assignments(cost, present, switch, last, groups)
+        cost, present, switch, last = random_case(rng)
+        few = best_assignments(cost[:, :, :1], present, switch[:1, :1], last[:1])
+        every = best_assignments(cost, present, switch, last)
         assert not few or every[0].seconds <= few[0].seconds + 1e-12
 
 
@@ -616,7 +616,7 @@ def test_plan_plays_what_it_is_given_with_less_zero():
     """A shortlist's bound can lack what the ledger has room for, and names a dearer ZeRO stage then. Of the slowest way, too."""
     task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
     given = [(Edge(1 << 12, Layout.parse(text)),) for text in ("dp4", "dp2.u2.z1", "u4.z3", "tp4")]
-    found = {str(way) for way in PlanEvaluator(task).fastest(given)}
+    found = {str(way) for way in PlanEvaluator(task).rank(given)}
     assert found >= {"dp2.u2", "u4.z2", "u4.z3", "tp4"}
 
 
@@ -664,7 +664,7 @@ def test_plan_plays_the_best_of_several_meshes_to_the_end():
     """Siblings of the fastest do not crowd them out."""
     task = PlanTask(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
     given = [(Edge(1 << 12, Layout.parse(text)),) for text in ("dp4.recompute-full.z3", "dp2.u2.z1", "u4.z1", "tp4")]
-    found = PlanEvaluator(task).fastest(given)
+    found = PlanEvaluator(task).rank(given)
     ended = {mesh_set(way.edges) for way in found if len(way.steps) == plan_evaluator.STEPS}
     assert ended == set(map(mesh_set, given))
     assert len(found) > 2 * len(given)
