@@ -393,7 +393,7 @@ def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) ->
         if on:
             command += ["--on", on]
         if resume:
-            # Named, the folder gives no second line about a move.
+            # Where the folder is named, the command does not say again that it was moved.
             folder_override = f"save.dir={json.dumps(config.save.dir)}"
             command += [*name_changes(config, silent), folder_override, "--resume"]
         # In a group of its own, Ctrl-C does not reach it beside the signal that is sent below: a

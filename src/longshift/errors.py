@@ -20,8 +20,8 @@ class UsageError(LongshiftError):
 
 
 class DataError(LongshiftError):
-    """A bad document, token or tokenizer; the message names the file and, in it, line
-    and byte, row or entry."""
+    """A bad document, token or tokenizer; the message names the file and, in it, line and byte, row
+    or entry."""
 
     exit_code = 3
 

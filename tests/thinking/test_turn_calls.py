@@ -41,20 +41,27 @@ def recorded_flops(profile: TurnProfile) -> int:
     return sum(2 * call.batch * call.rows * call.inner * call.columns for call in profile.calls if isinstance(call, Matmul))
 
 
+def compare_with_recorded(kind: TurnKind, tokens: int) -> tuple[TurnCalls, TurnCalls]:
+    """A kind's calls, and those of a recording of so many tokens, after matmuls, bytes and kernels have been compared."""
+    tp, ulysses, ring = kind.mesh
+    layout = Layout(tp=tp, ulysses=ulysses, ring=ring)
+    setup = RankSetup(kind.spec, layout, layout.coord(0), kind.compute_bytes, kind.transport)
+    profile = unit_turn(setup, token_order([tokens], ring, ulysses * tp), "block", kind.phase)
+    calls, recorded = turn_calls(kind), exact_calls(kind.mesh, profile.calls)
+    assert total_flops(calls, tokens) == recorded_flops(profile)
+    assert float(at(calls.pass_bytes, tokens)) == pytest.approx(float(at(recorded.pass_bytes, 0)), rel=1e-9)
+    assert calls.kernels == recorded.kernels
+    return calls, recorded
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("transport", ["nccl", "gloo"])
 def test_calls_at_another_length_are_those_recorded_there(model: str, mesh: tuple[int, int, int], transport: str):
     spec, (tp, ulysses, ring) = MODELS[model], mesh
-    layout, tokens = Layout(tp=tp, ulysses=ulysses, ring=ring), 3 * 1024 * tp * ulysses * ring
+    tokens = 3 * 1024 * tp * ulysses * ring
     for phase in PHASES:
-        kind = kind_of(spec, mesh, phase, transport)
-        setup = RankSetup(spec, layout, layout.coord(0), kind.compute_bytes, kind.transport)
-        profile = unit_turn(setup, token_order([tokens], ring, ulysses * tp), "block", phase)
-        calls, recorded = turn_calls(kind), exact_calls(mesh, profile.calls)
-        assert total_flops(calls, tokens) == recorded_flops(profile)
-        assert float(at(calls.pass_bytes, tokens)) == pytest.approx(float(at(recorded.pass_bytes, 0)), rel=1e-9)
-        assert calls.kernels == recorded.kernels
+        calls, recorded = compare_with_recorded(kind_of(spec, mesh, phase, transport), tokens)
         assert calls.collectives.keys() == recorded.collectives.keys()
         for key, row in calls.collectives.items():
             assert row[0] == recorded.collectives[key][0]
@@ -69,16 +76,10 @@ def with_experts(experts: int, top_k: int) -> ModelSpec:
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
 def test_calls_of_experts_in_float32_are_those_recorded_at_another_length(experts: int, top_k: int, mesh: tuple[int, int, int]):
     """A multiple of 7 and 5 tokens on each rank, so that all experts have as many rows."""
-    spec, (tp, ulysses, ring) = with_experts(experts, top_k), mesh
-    layout, tokens = Layout(tp=tp, ulysses=ulysses, ring=ring), 1400 * ulysses * ring
+    spec, (_, ulysses, ring) = with_experts(experts, top_k), mesh
+    tokens = 1400 * ulysses * ring
     for phase in PHASES:
-        kind = kind_of(spec, mesh, phase)._replace(compute_bytes=4)
-        setup = RankSetup(spec, layout, layout.coord(0), kind.compute_bytes, kind.transport)
-        profile = unit_turn(setup, token_order([tokens], ring, ulysses * tp), "block", phase)
-        calls, recorded = turn_calls(kind), exact_calls(mesh, profile.calls)
-        assert total_flops(calls, tokens) == recorded_flops(profile)
-        assert float(at(calls.pass_bytes, tokens)) == pytest.approx(float(at(recorded.pass_bytes, 0)), rel=1e-9)
-        assert calls.kernels == recorded.kernels
+        compare_with_recorded(kind_of(spec, mesh, phase)._replace(compute_bytes=4), tokens)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (7, 3), (160, 8), (128, 8), (63, 6), (4095, 2)])

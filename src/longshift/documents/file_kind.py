@@ -58,6 +58,12 @@ _REFUSED = {
 }
 
 
+def not_utf8(fault: UnicodeDecodeError) -> str:
+    """What is wrong with bytes that are not UTF-8, and what to do."""
+    byte = fault.object[fault.start]
+    return f"not UTF-8: {fault.reason} (0x{byte:02x}); convert it, as with iconv -f latin1 -t utf-8"
+
+
 def open_unpacked(path: str) -> BinaryIO:
     """The bytes of a file without its compression, seekable only where it has none. Raises one of
     `UNREADABLE`, later too."""

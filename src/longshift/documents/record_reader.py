@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from longshift.documents.chat import OPTIONAL
-from longshift.documents.file_kind import UTF8_MARK, Format, open_unpacked
+from longshift.documents.file_kind import UTF8_MARK, Format, not_utf8, open_unpacked
 from longshift.errors import DataError, nearest, shown
 
 _LINE_LIMIT_BYTES = 1 << 30
@@ -101,10 +101,7 @@ def _decode(line: bytes, where: str, offset: int) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         byte = offset + error.start
-        raise DataError(
-            f"{where}, byte {byte}: not UTF-8: {error.reason} (0x{line[error.start]:02x});"
-            " convert it, as with iconv -f latin1 -t utf-8"
-        ) from None
+        raise DataError(f"{where}, byte {byte}: {not_utf8(error)}") from None
 
 
 def _read_lines(path: str, fields: Fields) -> Iterator[Record]:

@@ -27,6 +27,7 @@ from longshift.documents.file_kind import (
     Format,
     begins_with_record,
     format_of,
+    not_utf8,
     open_unpacked,
 )
 from longshift.documents.function_reader import KEY, TokenIds, read_items
@@ -264,9 +265,7 @@ def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         byte = error.start + len(whole) - len(data)
-        reason = f"not UTF-8: {error.reason} (0x{data[error.start]:02x}); convert it, as with iconv"
-        reason += " -f latin1 -t utf-8"
-        raise DataError(f"{file.path}, line {line}, byte {byte}: {reason}") from None
+        raise DataError(f"{file.path}, line {line}, byte {byte}: {not_utf8(error)}") from None
     if not text:
         raise DataError(f"{file.path}: the file is empty")
     if begins_with_record(data[:HEAD_BYTES]):

@@ -6,10 +6,10 @@ one of
     recompute-full.keepN of each stage the last N blocks keep all, as many as fit
     ... .host, .disk     what recompute-full keeps waits there, where the layout names it
 
-Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). One
-number says which blocks keep all, as if all were alike: windows, rotary embedding or frozen weights
-of some are not looked at. Where everything fits, nothing is recomputed and
-nothing is offloaded. The caller brings bytes and seconds: those of the ledger and the clock.
+Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). One number says
+which blocks keep all, as if all were alike: windows, rotary embedding or frozen weights of some are
+not looked at. Where everything fits, nothing is recomputed and nothing is offloaded. The caller
+brings bytes and seconds: those of the ledger and the clock.
 """
 
 from collections.abc import Callable, Iterator

@@ -62,9 +62,14 @@ class PlanTask:
     homes: tuple[HomeTiers, ...] = ()
 
     @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document."""
+        return int(self.lengths.lengths[-1])
+
+    @property
     def longest(self) -> int:
-        """Tokens of the longest document that the last group takes."""
-        return max(int(self.lengths.lengths[-1]), self.max_len)
+        """Tokens of the longest document that the last group has room for."""
+        return max(self.longest_document, self.max_len)
 
     @property
     def fixed_fields(self) -> dict[str, Sequence[int | str]]:

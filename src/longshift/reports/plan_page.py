@@ -62,7 +62,7 @@ def _choice(plan: PlannedTask) -> Iterator[str]:
     tokens = format_size(plan.task.tokens_per_step)
     yield (
         f"For {plan.task.lengths.documents:,} documents of up to"
-        f" {format_size(plan.task.longest)} tokens, {tokens} tokens a step:"
+        f" {format_size(plan.task.longest_document)} tokens, {tokens} tokens a step:"
     )
     for edge in best.edges:
         yield (

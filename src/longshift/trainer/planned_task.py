@@ -131,7 +131,7 @@ class PlannedTask:
             homes=tuple(homes),
             tokens_per_step=task.tokens_per_step,
             documents=task.lengths.documents,
-            longest=task.longest,
+            longest=task.longest_document,
             candidates=choice.num_candidates,
             refused=choice.refused,
             budget_bytes=int(task.budget_bytes),
