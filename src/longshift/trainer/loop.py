@@ -1,10 +1,12 @@
 """The training loop of one rank: a generator of steps, stage by stage.
 
     train               joins the other ranks; for each stage:
-      trials.train_trials trains a few steps under each candidate layout, then under the best:
-        train_stage         opens the stage and trains its steps
-          StageRun.train      one step: batch, update, metrics, callback
-          StageRun.save       a checkpoint, at once or in the background
+      train_stage         opens the stage and trains its steps
+        StageRun.train      one step: batch, update, metrics, callback
+        StageRun.save       a checkpoint, at once or in the background
+
+A stage whose plan is not decided is trained by `trials.train_trials`: a few steps of `train_stage`
+under each candidate layout, then the rest under the best.
 
 The loop trains and saves. What a person sees is its caller's.
 """
@@ -59,7 +61,7 @@ from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.step_callback import OnStep, StepCallback
 from longshift.trainer.step_measurements import StepForecast
 from longshift.trainer.step_trace import StepTrace
-from longshift.trainer.trials import train_trials
+from longshift.trainer.trials import train_trials, undecided_plan
 from longshift.trainer.validation import Validator
 
 NO_EARLY_UPDATES = (
@@ -131,9 +133,14 @@ def train(
             if len(stages) > 1 and world.rank == 0:
                 say(f"stage {number} of {len(stages)}, {stage}")
 
-            train_with = partial(_train_with, context, stage, len(stages) == 1)
+            plan = undecided_plan(stage.config, run, world)
+            if plan is None:
+                steps = train_stage(stage, context, resume)
+            else:
+                train_with = partial(_train_with, context, stage, len(stages) == 1)
+                steps = train_trials(plan, stage.config, run, resume, world, train_with)
             # Closed at once where the caller leaves, so that what the last save raises is seen.
-            with closing(train_trials(stage.config, run, resume, world, train_with)) as steps:
+            with closing(steps):
                 for metrics in steps:
                     last_step = metrics.step
                     yield metrics
@@ -175,8 +182,8 @@ def _train_with(
     resume: bool,
     max_steps: int | None,
 ) -> Generator[StepMetrics]:
-    """Train a stage under the layout of `config`, which a trial may have chosen. No step, if the
-    run ended with a trial's last."""
+    """Train a stage under the layout of `config`, which trials have chosen. No step, if the run
+    ended with a trial's last."""
     if context.is_ending:
         return
     run_config = config if is_only_stage else stage.run

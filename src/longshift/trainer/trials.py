@@ -26,7 +26,7 @@ from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.terminal import say
 from longshift.trainer.metrics import StepMetrics
-from longshift.trainer.plan_file import keep, parse, place
+from longshift.trainer.plan_file import PlanFile, keep, parse, place
 from longshift.trainer.step_measurements import clock_steps, fit_measurements, profile_here
 
 STEPS = 4  # of a trial
@@ -35,11 +35,9 @@ STEPS = 4  # of a trial
 PlaySteps = Callable[[Config, bool, int | None], Generator[StepMetrics]]
 
 
-def train_trials(
-    config: Config, run: Path, resume: bool, world: World, play: PlaySteps
-) -> Generator[StepMetrics]:
-    """The steps of a run: of the trials that are left, then of the layout that goes on. Collective;
-    rank 0's file and times count."""
+def undecided_plan(config: Config, run: Path, world: World) -> PlanFile | None:
+    """The plan of a run folder, if a choice of it is still to be tried; collective. `config`: what
+    the ranks were started with. Raises CheckpointError if the file cannot be read."""
     file = place(run)
     text = ""
     if world.rank == 0 and file.exists():
@@ -47,8 +45,15 @@ def train_trials(
     text = world.gather_text(text)[0]
     plan = parse(text, file) if text else None
     if plan is None or plan.chosen is not None or layout_out(config.layout) not in plan.choices:
-        yield from play(config, resume, None)
-        return
+        return None
+    return plan
+
+
+def train_trials(
+    plan: PlanFile, config: Config, run: Path, resume: bool, world: World, play: PlaySteps
+) -> Generator[StepMetrics]:
+    """The steps of a run: of the trials that are left, then of the layout that goes on. Collective;
+    rank 0's times count."""
     profile = profile_here(world)
     while plan.chosen is None:
         # 1. Train the trial's steps.
