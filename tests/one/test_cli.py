@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -36,6 +38,7 @@ from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
+from longshift.model import attention
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.manifest import render, sealed
 from longshift.state.moments import DTYPES
@@ -49,6 +52,7 @@ from longshift.trainer.run_folder import Cause
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
+PACKAGE = Path(ls.__file__).parent
 
 CONFIG = """\
 model: {{preset: tiny-llama}}
@@ -216,6 +220,27 @@ def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift, monkeyp
     )
     assert not out
     assert longshift("train run.yaml")[0] == 0  # a start that failed is no run
+
+
+def test_ten_files_lead_from_the_command_to_attention(place, longshift, monkeypatch):
+    """Each calls the next."""
+    files: dict[str, None] = {}
+    attend = attention._forward
+
+    def forward(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        # The ledger plays the same code before the first step, on tensors without storage.
+        if q.device.type == "cpu":
+            frames = [Path(frame.filename) for frame in traceback.extract_stack()]
+            files.update(dict.fromkeys(str(file.relative_to(PACKAGE)) for file in frames if file.is_relative_to(PACKAGE)))
+        return attend(q, *others)
+
+    monkeypatch.setattr(attention, "_forward", forward)
+    assert longshift("train run.yaml layout=dp1 train.steps=1")[0] == 0
+    assert list(files) == [
+        *("cli.py", "train_command.py", "api.py", "trainer/loop.py"),
+        *("step/update.py", "step/player.py", "step/operation_player.py", "step/runner.py"),
+        *("model/decoder.py", "model/attention.py"),
+    ]
 
 
 def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
