@@ -84,6 +84,19 @@ def test_check_is_a_value(place, config):
     assert max(row.grad for row in found.rows) == found.grad <= found.tolerance
 
 
+def test_the_mfu_of_a_plan_is_of_the_tokens_that_its_steps_have(place):
+    """A step of at least 8K tokens has one document of 30,000."""
+    asked = ["data.max_len=32K", "model.preset=qwen3-0.6b", "train.precision=bf16", "layout=dp4.z3.recompute-full"]
+    rates = []
+    for tokens in ("8K", "240K"):
+        plan = ls.plan(place / "run.yaml", *asked, f"train.tokens_per_step={tokens}", on="4xH100", lengths=[30000])
+        assert plan.best is not None
+        assert plan.best.groups is not None
+        assert plan.mfu is not None
+        rates.append(plan.mfu["6N"] * plan.best.seconds / sum(group.tokens for group in plan.best.groups))
+    assert rates[0] == pytest.approx(rates[1])
+
+
 def test_plan_is_what_the_command_prints(place, config):
     (place / "lengths").write_text("100\n" * 50 + "30000\n" * 5)
     asked = ["train.tokens_per_step=256K", "data.max_len=32K", "model.preset=qwen3-0.6b", "train.precision=bf16", "layout=auto"]

@@ -143,6 +143,25 @@ def test_labels_are_the_tokens_that_are_learned(plain, tmp_path):
         Batches(cache, 0, 1, 4, "truncate").at(0)
 
 
+def test_a_step_waits_for_a_learned_document_over_two_shuffles(plain, tmp_path):
+    """Between one that is first in a pass and last in the next there are more documents than there are."""
+    tokenizer = load(folder_of(FAMILIES["chatml"], FAMILIES["chatml"].plain(), plain, tmp_path / "model"))
+    turns = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": int(n == 0)}]} for n in range(5)
+    ]
+    path = write(tmp_path / "chats.jsonl", turns)
+    cache = build([Source(path=str(path), format=DocumentFormat("messages", ("messages",)))], tokenizer, tmp_path / "cache")
+    counts = []
+    for seed in range(4):
+        batches, cursor = Batches(cache, seed, 1, 1000), 0
+        for _ in range(20):
+            step = batches.at(cursor)
+            assert step.target_tokens
+            cursor = step.next_cursor
+            counts.append(len(step.documents))
+    assert max(counts) > 6
+
+
 def test_the_last_turn_alone_and_everything(plain, tmp_path):
     tokenizer = load(folder_of(FAMILIES["chatml"], THINKING, plain, tmp_path / "model"))
     path = write(tmp_path / "chats.jsonl", [{"messages": TURNS}])

@@ -157,8 +157,17 @@ def test_a_step_has_as_many_packs_as_its_tokens_fill():
     assert packs[0] == (400, 400, 224)
     run = shape_of(Edge(256, Layout.parse("dp2"), 640), Edge(1024, Layout.parse("dp2")), tokens=2048)
     (short, long), (packs, whole) = whole_step(run)
-    assert (packs, whole) == ([(256, 256, 128)] * 2, [(1024,)])
-    assert (short.micros, long.micros) == (2, 1)
+    assert (packs, whole) == ([(256, 256, 128)] * 2, [(1024,)] * 2)
+    assert (short.micros, long.micros) == (2, 2)
+
+
+def test_the_last_document_of_a_step_may_begin_before_its_end():
+    """Of two documents of 1,000 tokens the second begins at token 1,000 of 1,024."""
+    run = shape_of(Edge(1024, Layout.parse("dp1")), tokens=1024)
+    (visit,), _ = whole_step(run)
+    assert visit.micros == 2
+    (visit,), _ = whole_step(replace(run, tokens=1))
+    assert visit.micros == 1
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2.recompute-full", "u2.chunk64.host"])

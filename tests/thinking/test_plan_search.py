@@ -126,7 +126,8 @@ def ledger_bytes(
 ) -> float:
     edges = (Edge(pack, layout),)
     way = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-    shape = StepShape(way, edges, formats, pack * layout.dp * micros, pack, home_in=home)
+    tokens = pack * layout.dp * micros - pack + 1  # with the last document, so many packs
+    shape = StepShape(way, edges, formats, tokens, pack, home_in=home)
     return largest_need(memory_needs(shape, edges, transport)).device.total  # pyright: ignore[reportArgumentType]
 
 

@@ -187,13 +187,19 @@ class Batches:
             targets += int((document.labels != IGNORE).sum())
             next_cursor += 1
 
-            # More documents than there are: every one was read, and the loop would never end.
-            if not targets and tokens > self._tokens_per_step and len(documents) > len(self.spans):
+            # A step without a target takes further documents: for ever, if no document has one.
+            count = len(documents)
+            if not targets and count == len(self.spans) + 1 and not self._has_targets():
                 raise DataError(
                     "data: no token that is learned is left, since max_len cuts all of them off:"
                     " raise data.max_len"
                 )
         return StepBatch(tuple(documents), targets, cursor, next_cursor)
+
+    def _has_targets(self) -> bool:
+        """Whether a document has a target after the cut."""
+        spans = range(len(self.spans))
+        return any((self.document(span).labels != IGNORE).any() for span in spans)
 
     def where(self, cursor: int) -> str:
         """The document at a cursor, as a person finds it: file, line or row, and its tokens where

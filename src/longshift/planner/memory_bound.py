@@ -195,7 +195,7 @@ def min_plan_bytes(training: Training, edges: Sequence[Edge], tokens: int) -> fl
         # With several groups every state is sharded.
         use = edge.use if len(edges) == 1 else replace(edge.use, zero=max(1, edge.use.zero))
         candidates = Candidates.of([use])
-        micros = micro_count(tokens, edge)
+        micros = micro_count(tokens, edge, edge.upto)
         needs = min_device_bytes(training, candidates, edge.pack, micros, home_elements)
         min_bytes = max(min_bytes, float(needs[0]))
     return min_bytes

@@ -22,6 +22,7 @@ from longshift.workload.groups import Edge
 STEPS = 4  # that finalists are played on; one more says which plans are finalists
 FINALISTS = 4  # sets of meshes
 MAX_SEARCHED = 8  # plans whose neighbors are played
+ENOUGH_STREAMED = 6  # plans with streamed groups that fit; further ones are not weighed
 REPORT_EVERY_S = 5.0
 
 
@@ -112,7 +113,7 @@ class PlanEvaluator:
         Finalists are played on STEPS; the others are assumed to be slower by as much as on the
         first step."""
         # 1. Play all on the first step, also with the next lower ZeRO stage.
-        fitted = [self._fit_packs(edges) for edges in plans]
+        fitted = self._fit(plans)
         ranking = self._rank_first_step([*fitted, *self._plausible(map(lower_zero, fitted))])
 
         # 2. Play neighbors of the leaders, until these lead.
@@ -123,7 +124,8 @@ class PlanEvaluator:
                 break
             searched += leaders
             nearby = [neighbor for edges in leaders for neighbor in neighbors(edges)]
-            ranking = self._rank_first_step([*ranking, *self._plausible(nearby)])
+            nearby = self._quick_or_faster(self._plausible(nearby), ranking[0])
+            ranking = self._rank_first_step([*ranking, *nearby])
 
         # 3. Play the fastest pipelines with uneven stages.
         pipelines = [edges for edges in ranking if any(edge.use.pp > 1 for edge in edges)]
@@ -154,9 +156,31 @@ class PlanEvaluator:
             ranking.append(candidate)
         return _sort_by_seconds(ranking)
 
+    def _fit(self, plans: Iterable[Edges]) -> list[Edges]:
+        """The plans with the largest packs that fit. Of several groups with a streamed one, for
+        which the ledger takes seconds, the ENOUGH_STREAMED fastest that fit."""
+        quick, slow = [], []
+        for edges in plans:
+            is_slow = len(edges) > 1 and _is_streamed(edges)
+            (slow if is_slow else quick).append(edges)
+        fitted = [self._fit_packs(edges) for edges in quick]
+
+        slow.sort(key=lambda edges: (self.seconds(edges, 0), str(edges)))
+        num_streamed = 0
+        for edges in slow:
+            if num_streamed == ENOUGH_STREAMED:
+                break
+            fitted.append(self._fit_packs(edges))
+            num_streamed += self.fits(fitted[-1])
+        return fitted
+
     def _fit_packs(self, edges: Edges) -> Edges:
         """The plan with the largest packs that fit: its packs, halved until they do; the smallest,
         if none do."""
+        # Where a streamed group lacks memory, each halving would be weighed for nothing.
+        smallest = tuple(replace(edge, pack=edge.upto) for edge in edges)
+        if _is_streamed(edges) and not self.fits(edges) and not self.fits(smallest):
+            return smallest
         while not self.fits(edges):
             smaller = halve_packs(edges)
             if smaller == edges:
@@ -169,6 +193,14 @@ class PlanEvaluator:
         bounds."""
         possible = [edges for edges in plans if not self._is_faulty(edges)]
         return [edges for edges in possible if not self._is_too_large(edges)]
+
+    def _quick_or_faster(self, plans: Iterable[Edges], leader: Edges) -> list[Edges]:
+        """The plans of whole packs, and those with streamed groups that are faster than the leader
+        on the first step: the ledger takes seconds for one."""
+        leader_s = self.seconds(leader, 0)
+        return [
+            edges for edges in plans if not _is_streamed(edges) or self.seconds(edges, 0) < leader_s
+        ]
 
     def _is_faulty(self, edges: Edges) -> bool:
         """Whether a layout is impossible, or other than what is fixed."""
@@ -258,6 +290,10 @@ def _leaders(ranking: Sequence[Edges], number: int) -> list[Edges]:
     singles = [edges for edges in ranking if len(edges) == 1]
     one_cut = [edges for edges in ranking if has_one_cut(edges)]
     return list(dict.fromkeys([*ranking[:number], *singles[:1], *one_cut[:1]]))
+
+
+def _is_streamed(edges: Edges) -> bool:
+    return any(edge.use.chunk for edge in edges)
 
 
 def has_one_cut(edges: Sequence[Edge]) -> bool:

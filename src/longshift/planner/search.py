@@ -167,6 +167,8 @@ def search(
     ranking = tuple(evaluator.rank(plans))
     short = []
     for edges in plans:
+        if edges not in evaluator.weighed:
+            continue  # with streamed groups, and slower than those that fit
         lacking_bytes, place = evaluator.shortage(edges)
         if lacking_bytes > 0:
             short.append((evaluator.candidate(edges), int(lacking_bytes), place))

@@ -88,7 +88,9 @@ class Problem:
         is_1f1b = candidates.order == ORDERS.index("1f1b")
         step_tokens = capacity * candidates.dp
         num_stages = candidates.pp * candidates.virtual
-        micros = micro_counts(self.task.tokens_per_step, step_tokens, num_stages, is_1f1b)
+        longest = np.minimum(capacity, self.task.longest)
+        tokens = self.task.tokens_per_step
+        micros = micro_counts(tokens, longest, step_tokens, num_stages, is_1f1b)
         return min_device_bytes(self.training, candidates, capacity, micros)
 
     def seconds(

@@ -94,18 +94,18 @@ class PlannedTask:
             for index, edge in enumerate(way.edges)
         )
 
-    def _mfu(self, seconds: float) -> dict[str, float]:
-        """Model FLOP/s over the devices' peak, by convention, of a mean step."""
+    def _mfu(self, way: PlanCandidate) -> dict[str, float]:
+        """Model FLOP/s over the devices' peak, by convention, of the mean of the steps that a way
+        was played on."""
         task = self.task
-        lengths = task.lengths.lengths.astype(float)
-        counts = task.lengths.counts.astype(float)
-        step_share = task.tokens_per_step / (lengths @ counts)
-        # Under a causal mask, half of a document's pairs of tokens attend.
-        pairs = step_share * float(lengths**2 @ counts) / 2
         spec = task.spec
-        flops = model_flops(sizes(spec), task.tokens_per_step, pairs, spec.active)
+        steps = len(way.steps)
+        lengths = np.concatenate([step_lengths for _, step_lengths in way.steps]).astype(float)
+        tokens = float(lengths.sum()) / steps
+        pairs = float(spec.attended(lengths).sum()) / steps
+        flops = model_flops(sizes(spec), tokens, pairs, spec.active)
         peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
-        shares = mfu(flops, seconds, task.world, peak)
+        shares = mfu(flops, way.seconds, task.world, peak)
         return {name: float(share) for name, share in shares.items()}
 
     def result(self) -> LayoutPlan:
@@ -152,7 +152,7 @@ class PlannedTask:
             "tried": tuple(map(self._way, choice.trial_plans())),
             "rivals": tuple(self._way(way, times=way.seconds / best.seconds) for way in rivals),
         }
-        return plan.model_copy(update=ways | {"mfu": self._mfu(best.seconds)})
+        return plan.model_copy(update=ways | {"mfu": self._mfu(best)})
 
     def _way(self, way: PlanCandidate, **fields: Any) -> PlannedWay:
         least_s, most_s = self._range_s(way)

@@ -34,6 +34,11 @@ class Peak:
         sizes = [(name, size) for name, size in alive.items() if size]
         return cls(total, op, tuple(sorted(sizes, key=lambda row: -row[1])))
 
+    @classmethod
+    def unsorted(cls, total: int, op: str, alive: Mapping[str, int]) -> "Peak":
+        """The same in no order, and with names that have no bytes."""
+        return cls(total, op, tuple(alive.items()))
+
 
 class TensorStandIn:
     """What runners and tiers ask of a tensor.
@@ -101,6 +106,7 @@ class AllocationTracker:
         self.snapshots: dict[Instant, dict[str, Peak]] = {}
         self.op_number = 0
         self.op = START
+        self._shown_op = ""  # the operation's name, once somebody asks
 
     def track_instants(self) -> dict[Instant, dict[str, Peak]]:
         """From now on tell instants apart. Returns their snapshots, which a step will fill."""
@@ -130,6 +136,7 @@ class AllocationTracker:
     def begin_op(self, number: int, op: Op) -> None:
         self.op_number = number
         self.op = op
+        self._shown_op = ""
 
     def save_peaks(self, instant: tuple = ()) -> None:
         """Take snapshots of the peaks that the operation, or this instant of it, has raised."""
@@ -137,12 +144,16 @@ class AllocationTracker:
             return
         key = (self.op_number, instant) if self.has_instants else WHOLE_STEP
         snapshots = self.snapshots.setdefault(key, {})
+        # An operation in chunks has many instants. So its name is put together once, and names of
+        # what was alive are sorted by who extrapolates from them.
+        self._shown_op = self._shown_op or self.op_name(self.op)
+        make_peak = Peak.unsorted if self.has_instants else Peak.of
         for place, peak in self.peaks.items():
             if place not in snapshots or peak > snapshots[place].total:
                 # At the peak there was also what is gone again.
                 workspace = max(0, peak - self.now[place])
                 alive = {**self.by_name[place], "gone when it ends": workspace}
-                snapshots[place] = Peak.of(peak, self.op_name(self.op), alive)
+                snapshots[place] = make_peak(peak, self._shown_op, alive)
         if self.has_instants:
             self.peaks = {}
         self.has_new_peak = False

@@ -153,11 +153,14 @@ class StepShape:
             step_packs = [edge_packs[number % len(edge_packs)] for edge_packs in small]
             steps.append(largest_step(self, edges, step_packs))
 
-        # 2. Weigh them, and extrapolate where they are not the packs themselves.
+        # 2. Weigh them, and extrapolate where they are not the packs themselves. A first step
+        #    leaves working copies, with one micro-batch as well as with all.
         ledger = self.ledger(rank, transport)
-        first = steps[0]
         if len(steps) == 1:
-            return ledger.play(first.visits, first.packs)
+            return ledger.play(steps[0].visits, steps[0].packs)
+        first = largest_step(
+            replace(self, tokens=1), edges, [edge_packs[0] for edge_packs in small]
+        )
         ledger.play(first.visits, first.packs, steps=1)
         records = [record_step(ledger, step.visits, step.packs) for step in steps]
         layouts = [edge.use for edge in edges]
@@ -211,29 +214,38 @@ def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack])
     visits: list[Visit] = []
     packs_by_visit: list[list[Pack]] = []
     for edge, pack in zip(edges, packs):
-        micro_packs = [pack] * micro_count(shape.tokens, edge)
+        micro_packs = [pack] * micro_count(shape.tokens, edge, shape.longest)
         packs_by_visit.append(micro_packs)
         visits.append(visit_of(spec, edge.use, micro_packs))
     return GroupedStep(tuple(visits), packs_by_visit)
 
 
-def micro_count(tokens: int, edge: Edge) -> int:
-    """How many micro-batches of a group are weighed of a step with so many tokens."""
+def micro_count(tokens: int, edge: Edge, longest: int) -> int:
+    """How many micro-batches of a group are weighed of a step with so many tokens. `longest`:
+    document of the run."""
     layout = edge.use
     round_tokens = edge.pack * layout.dp
     stage_chunks = layout.pp * layout.virtual
-    return int(micro_counts(tokens, round_tokens, stage_chunks, layout.order == "1f1b"))
+    longest = min(longest, edge.upto)
+    return int(micro_counts(tokens, longest, round_tokens, stage_chunks, layout.order == "1f1b"))
 
 
 def micro_counts(
-    tokens: int, round_tokens: Number, chunks: Number, is_1f1b: np.ndarray | bool
+    tokens: int,
+    longest: Number,
+    round_tokens: Number,
+    chunks: Number,
+    is_1f1b: np.ndarray | bool,
 ) -> np.ndarray:
     """`micro_count` of numbers or arrays.
 
+    `longest`: document of the group, in tokens.
     `round_tokens`: of a full pack on every replica.
     `chunks`: model chunks of all stages.
     """
-    full = np.maximum(1, -(-tokens // np.asarray(round_tokens))).astype(np.int64)
+    # Documents are drawn until a step has its tokens, so the last one may begin before its end.
+    most_tokens = np.asarray(tokens - 1 + longest)
+    full = np.maximum(1, np.ceil(most_tokens / round_tokens)).astype(np.int64)
 
     # More micro-batches than a pipeline has under way change no peak. Under gpipe and vertical
     # all are under way.
