@@ -112,6 +112,25 @@ def test_plan_keeps_to_what_is_fixed():
         enumerate_layouts(SMALL, 8, {"recompute": ["ful"]})
 
 
+def test_plan_shards_experts_over_the_ranks_of_tp():
+    """Of 8 x 3 matrices a block, whole on both ranks of tp: ZeRO-3 leaves half of their state on each, and the bound knows it."""
+    spec = replace(SMALL, experts=8, top_k=2)
+    known = enumerate_layouts(spec, 2, {"tp": [2], "recompute": ["full"]}).candidates
+    assert known.zero.tolist() == [0, 1, 2, 3]
+    assert enumerate_layouts(SMALL, 2, {"tp": [2], "recompute": ["full"]}).candidates.zero.tolist() == [0]
+    machine = cluster("2xH100")
+    task = PlanTask(spec, machine, Lengths.from_array(np.full(16, 4096)), 1 << 16, "bf16", 2, fixed={"tp": (2,), "pp": (1,)})
+    evaluator, problem = PlanEvaluator(task), Problem.of(task)
+    layouts = [Layout(f"tp2.recompute-full.z{zero}") for zero in (0, 3)]
+    bounds = problem.min_bytes(Candidates.of(layouts), 4096.0)
+    replicated, sharded = (evaluator.weigh((Edge(4096, layout),))[0]["device"] for layout in layouts)
+    assert sharded < 0.6 * replicated
+    assert bounds[0] <= replicated
+    assert bounds[1] <= sharded
+    small = replace(task, memory_bytes=1.1 * (sharded + CONTEXT_BYTES) / FILLED, fixed=task.fixed | {"recompute": ("full",)})
+    assert {edge.use.zero for way in search(small).plans for edge in way.edges} >= {3}
+
+
 # --- the bound ---
 
 

@@ -185,6 +185,9 @@ class PlanEvaluator:
     def _is_too_large(self, edges: Edges) -> bool:
         """Whether a bound says that a device lacks memory for the plan."""
         task = self.task
+        # The bound counts replicas, and the ranks of tp gather experts without any.
+        if task.spec.experts and any(e.use.zero == 3 and e.use.holders == 1 for e in edges):
+            return False
         return min_plan_bytes(task.training, edges, task.tokens_per_step) > task.budget_bytes
 
     def _rank_first_step(self, plans: Iterable[Edges]) -> list[Edges]:
