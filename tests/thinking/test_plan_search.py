@@ -371,9 +371,28 @@ def test_plan_says_what_would_fit_where_nothing_does():
     found = search(task_on(gib=12))
     assert found.best is None
     assert any("data.max_len" in change or "devices" in change for change in found.changes)
-    fixed = search(task_on(gib=40, tp=(1,), u=(1,), ring=(1,), recompute=("none",)))
+    fixed = search(task_on(gib=43, tp=(1,), u=(1,), ring=(1,), recompute=("none",)))
     assert fixed.best is None
     assert any(change.startswith("leave") for change in fixed.changes)
+
+
+def test_plan_names_the_longest_cut_that_the_ledger_confirms():
+    """Bounds say that 8K fits, and a step with documents of 4K lacks 1 GiB."""
+    lengths, fixed = Lengths.from_array(np.full(64, 1 << 13)), {"tp": (2,), "pp": (1,), "z": (3,), "recompute": ("full",)}
+    asked = PlanTask(preset("llama-3-8b"), cluster("4xa100-40"), lengths, 1 << 20, "bf16", 4, fixed=fixed)
+    changes = search(asked).changes
+    assert "cut documents at 2K tokens with data.max_len" in changes
+    for longest, fits in ((1 << 11, True), (1 << 12, False)):
+        shorter = replace(asked, lengths=Lengths.from_array(np.full(64, longest)))
+        assert (search(shorter).best is not None) == fits
+
+
+def test_plan_names_a_streamed_layout_for_a_home_outside_the_device():
+    lengths, fixed = Lengths.from_array(np.array([1 << 19])), {"tp": (1,), "pp": (1,), "ring": (1,), "u": (4,)}
+    asked = PlanTask(preset("llama-3-8b"), cluster("4xa100-40"), lengths, 1 << 19, "bf16", 4, fixed=fixed)
+    (change,) = [change for change in search(asked).changes if change.startswith("home: host, with ")]
+    assert "u4.z3.chunk64K" in change
+    assert search(replace(asked, home=HomeTiers("host"))).best is not None
 
 
 def test_plan_puts_the_training_state_where_the_config_says():
