@@ -39,7 +39,7 @@ def remedies(problem: Problem) -> Iterator[str]:
             yield f"cut documents at {format_size(shorter.task.longest)} tokens with data.max_len"
             break
     for doubling in powers:
-        grown = replace(problem, task=_grow(task, 1 << doubling))
+        grown = replace(problem, task=replace(task, world=task.world << doubling))
         if layout := smallest_that_fits(grown, candidates(grown.task.world)):
             yield f"{grown.task.world} devices: {layout}"
             break
@@ -50,12 +50,6 @@ def _cut(task: PlanTask, longest: int) -> PlanTask:
     longest = max(1, longest)
     lengths = Lengths(np.array([longest]), np.array([1]))
     return replace(task, lengths=lengths, max_len=longest)
-
-
-def _grow(task: PlanTask, times: int) -> PlanTask:
-    """The task on so many times the nodes."""
-    cluster = replace(task.cluster, nodes=times * task.cluster.nodes)
-    return replace(task, cluster=cluster, world=times * task.world)
 
 
 def _home_outside(problem: Problem) -> Iterator[str]:
