@@ -182,6 +182,15 @@ def test_a_plan_is_made_in_formats_that_a_profile_of_a_cpu_lacks(precision):
     assert precision != "float64" or 1.5 < best.seconds / plain.seconds < 2.5
 
 
+def test_a_named_cluster_has_the_ranks_that_are_asked_for():
+    """GPUs of a named cluster are as many as it says; CPU ranks share a machine."""
+    config = parse_config(CONFIG.format(model="tiny-llama", precision="bf16", layout="{auto: {ranks: 128}}"))
+    lengths = Lengths.from_array(np.array([100, 200]))
+    with pytest.raises(UsageError, match="layout asks for 128 ranks, and NVIDIA H100 80GB HBM3 has 8"):
+        task_of(config, named("8xH100"), lengths, all_devices=True)
+    assert task_of(config, named("cpu"), lengths, all_devices=True).world == 128
+
+
 @pytest.mark.parametrize(
     ("layout", "asked", "said"), [("dp1", 8, True), ("u4.dp2", 8, False), ("dp16", 8, True), ("{auto: {ranks: 4}}", 4, False)]
 )

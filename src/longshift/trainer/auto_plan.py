@@ -90,11 +90,18 @@ def task_of(
     all_devices: bool = False,
 ) -> PlanTask:
     """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every
-    device, however many ranks the config's own layout has."""
+    device, however many ranks the config's own layout has. Raises UsageError where these GPUs are
+    fewer than the ranks that are asked for."""
     request = config.layout
     if not isinstance(request, AutoLayout):
         request = AutoLayout(None if all_devices else config.world)
     world = request.ranks or cluster.devices
+    # CPU ranks share the machine.
+    if all_devices and world > cluster.devices and cluster.device.kind != "cpu":
+        raise UsageError(
+            f"layout asks for {world} ranks, and {cluster.name} has {cluster.devices}: name a"
+            f" cluster of {world} devices with --on, or ask for {cluster.devices}"
+        )
     return PlanTask(
         spec=config.spec,
         cluster=on_cluster(cluster, world, config.train.precision),
