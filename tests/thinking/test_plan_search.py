@@ -376,6 +376,13 @@ def test_plan_says_what_would_fit_where_nothing_does():
     assert any(change.startswith("leave") for change in fixed.changes)
 
 
+def test_plan_says_that_a_device_is_below_what_torch_needs():
+    small = cluster("8xH100")
+    small = replace(small, device=replace(small.device, memory_bytes=1e6))
+    found = plan(PlanTask(SMALL, small, Lengths.from_array(np.full(8, 1024)), 1 << 14, "bf16", 8))
+    assert found.lines() == ["a device has 977 KiB of memory, and torch and its context alone need 1.06 GiB"]
+
+
 def test_plan_names_the_longest_cut_that_the_ledger_confirms():
     """Bounds say that 8K fits, and a step with documents of 4K lacks 1 GiB."""
     lengths, fixed = Lengths.from_array(np.full(64, 1 << 13)), {"tp": (2,), "pp": (1,), "z": (3,), "recompute": ("full",)}
