@@ -1,6 +1,8 @@
 """The best layouts for a run's documents on a cluster: how `longshift plan` finds and writes them,
 and how `layout: auto` becomes layouts."""
 
+import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -80,6 +82,22 @@ def other_ranks(config: Config, cluster: Cluster) -> str | None:
     return (
         f"the config's layout has {ranks} rank{'s' * (ranks != 1)}; this plan is for all"
         f" {cluster.devices} devices of the cluster"
+    )
+
+
+def unplanned_stages(config: Config) -> str | None:
+    """A sentence that says what is planned of a run with stages, and how to plan its last one; None
+    without stages."""
+    if not config.train.stages:
+        return None
+    last = config.model_dump(mode="json", exclude_none=True)["train"]["stages"][-1]
+    steps = {"train.stages": [], "train.steps": last["steps"]}
+    keys = {key: value for key, value in last.items() if key not in ("steps", "layout")}
+    words = [f"{key}={json.dumps(value)}" for key, value in (steps | keys).items()]
+    return (
+        "train.stages: this plan is for what the config says outside its stages, documents to"
+        f" {format_size(config.data.max_len)}; stages keep their layouts. To plan the last one, add"
+        f" {shlex.join(words)}"
     )
 
 
