@@ -127,6 +127,7 @@ def test_plan_shards_experts_over_the_ranks_of_tp():
     assert sharded < 0.6 * replicated
     assert bounds[0] <= replicated
     assert bounds[1] <= sharded
+    assert evaluator.step((Edge(4096, layouts[1]),), 0).busy_s("gather") > 0
     small = replace(task, memory_bytes=1.1 * (sharded + CONTEXT_BYTES) / FILLED, fixed=task.fixed | {"recompute": ("full",)})
     assert {edge.use.zero for way in search(small).plans for edge in way.edges} >= {3}
 
