@@ -203,7 +203,7 @@ def make_plan(
     progress: Say,
 ) -> "PlannedTask":
     """What `plan` returns the result of. `progress`: is told what is being done."""
-    from longshift.trainer.auto_plan import other_ranks, task_of
+    from longshift.trainer.auto_plan import other_ranks, task_of, unplanned_stages
     from longshift.trainer.auto_plan import plan as search
 
     cluster = cluster_named(on, fabric) if on else this_machine(core_count())
@@ -214,6 +214,8 @@ def make_plan(
             open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths)
         )
     if on and (note := other_ranks(run, cluster)):
+        say(note)
+    if note := unplanned_stages(run):
         say(note)
     return search(task_of(run, cluster, corpus, all_devices=on is not None), progress)
 

@@ -1,5 +1,6 @@
 """Calibration of a cluster: what moves, what steps that the clock made with other figures say, what a file keeps, what a plan takes."""
 
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from longshift.layout_plan import PlannedWay
 from longshift.simulate.calibrate import BAND, ERROR, MOST, band_of_errors, by_steps
 from longshift.simulate.rates import rates
 from longshift.step_report import RunForecast, on_cluster
-from longshift.trainer.auto_plan import other_ranks, plan, task_of
+from longshift.trainer.auto_plan import other_ranks, plan, task_of, unplanned_stages
 from longshift.workload.length_file import Lengths
 
 LENGTHS = ((300, 900, 1500, 400) * 6, (2000,) * 9, (64, 128, 200, 32) * 40, (1000, 50, 70, 2000) * 5)
@@ -180,6 +181,29 @@ def test_a_plan_is_made_in_formats_that_a_profile_of_a_cpu_lacks(precision):
     plain = best_way(parse_config(text, ["train.precision=float32"]), cluster, lengths)
     assert best.seconds > 0
     assert precision != "float64" or 1.5 < best.seconds / plain.seconds < 2.5
+
+
+def test_a_named_cluster_has_the_ranks_that_are_asked_for():
+    """GPUs of a named cluster are as many as it says; CPU ranks share a machine."""
+    config = parse_config(CONFIG.format(model="tiny-llama", precision="bf16", layout="{auto: {ranks: 128}}"))
+    lengths = Lengths.from_array(np.array([100, 200]))
+    with pytest.raises(UsageError, match="layout asks for 128 ranks, and NVIDIA H100 80GB HBM3 has 8"):
+        task_of(config, named("8xH100"), lengths, all_devices=True)
+    assert task_of(config, named("cpu"), lengths, all_devices=True).world == 128
+
+
+def test_a_plan_says_which_stage_it_is_for_and_how_to_plan_another():
+    """The words that are said make the last stage's documents those of the plan."""
+    text = CONFIG.format(model="tiny-llama", precision="bf16", layout="dp2")
+    stages = "[{steps: 5}, {steps: 7, data.max_len: 4K, model.rope: {type: theta, theta: 8e6}, layout: u2}]"
+    assert unplanned_stages(parse_config(text)) is None
+    config = parse_config(text, ["train.steps=12", f"train.stages={stages}"])
+    note = unplanned_stages(config)
+    assert note
+    assert "stages keep their layouts" in note
+    last = parse_config(text, [f"train.stages={stages}", *shlex.split(note.split(", add ")[1])])
+    assert (last.data.max_len, last.train.stages, last.train.steps) == (4096, (), 7)
+    assert last.model.rope == config.parts[1].model.rope
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,17 @@ def test_a_whole_file_of_an_impossible_machine_is_refused(tmp_path, wrong, reaso
         files.load(tmp_path / "file.json")
 
 
+def test_a_file_of_several_nodes_without_a_network_is_refused(tmp_path):
+    """A file of one node needs none."""
+    inside = {"node": Link(1e9, 1e-4)}
+    for nodes in (1, 2):
+        found = replace(machine(), nodes=nodes, links=inside)
+        files.save(replace(found, sources=dict.fromkeys(files.constants(found), "test")), tmp_path / f"{nodes}.json")
+    assert files.load(tmp_path / "1.json").nodes == 1
+    with pytest.raises(UsageError, match=r"2\.json has 2 nodes and knows no network between them"):
+        files.load(tmp_path / "2.json")
+
+
 def test_an_unreadable_value_is_refused(tmp_path):
     file = tmp_path / "file.json"
     body = files.encode(sourced())

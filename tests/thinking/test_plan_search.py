@@ -112,6 +112,26 @@ def test_plan_keeps_to_what_is_fixed():
         enumerate_layouts(SMALL, 8, {"recompute": ["ful"]})
 
 
+def test_plan_shards_experts_over_the_ranks_of_tp():
+    """Of 8 x 3 matrices a block, whole on both ranks of tp: ZeRO-3 leaves half of their state on each, and the bound knows it."""
+    spec = replace(SMALL, experts=8, top_k=2)
+    known = enumerate_layouts(spec, 2, {"tp": [2], "recompute": ["full"]}).candidates
+    assert known.zero.tolist() == [0, 1, 2, 3]
+    assert enumerate_layouts(SMALL, 2, {"tp": [2], "recompute": ["full"]}).candidates.zero.tolist() == [0]
+    machine = cluster("2xH100")
+    task = PlanTask(spec, machine, Lengths.from_array(np.full(16, 4096)), 1 << 16, "bf16", 2, fixed={"tp": (2,), "pp": (1,)})
+    evaluator, problem = PlanEvaluator(task), Problem.of(task)
+    layouts = [Layout(f"tp2.recompute-full.z{zero}") for zero in (0, 3)]
+    bounds = problem.min_bytes(Candidates.of(layouts), 4096.0)
+    replicated, sharded = (evaluator.weigh((Edge(4096, layout),))[0]["device"] for layout in layouts)
+    assert sharded < 0.6 * replicated
+    assert bounds[0] <= replicated
+    assert bounds[1] <= sharded
+    assert evaluator.step((Edge(4096, layouts[1]),), 0).busy_s("gather") > 0
+    small = replace(task, memory_bytes=1.1 * (sharded + CONTEXT_BYTES) / FILLED, fixed=task.fixed | {"recompute": ("full",)})
+    assert {edge.use.zero for way in search(small).plans for edge in way.edges} >= {3}
+
+
 # --- the bound ---
 
 
@@ -353,9 +373,35 @@ def test_plan_says_what_would_fit_where_nothing_does():
     found = search(task_on(gib=12))
     assert found.best is None
     assert any("data.max_len" in change or "devices" in change for change in found.changes)
-    fixed = search(task_on(gib=40, tp=(1,), u=(1,), ring=(1,), recompute=("none",)))
+    fixed = search(task_on(gib=43, tp=(1,), u=(1,), ring=(1,), recompute=("none",)))
     assert fixed.best is None
     assert any(change.startswith("leave") for change in fixed.changes)
+
+
+def test_plan_says_that_a_device_is_below_what_torch_needs():
+    small = cluster("8xH100")
+    small = replace(small, device=replace(small.device, memory_bytes=1e6))
+    found = plan(PlanTask(SMALL, small, Lengths.from_array(np.full(8, 1024)), 1 << 14, "bf16", 8))
+    assert found.lines() == ["a device has 977 KiB of memory, and torch and its context alone need 1.06 GiB"]
+
+
+def test_plan_names_the_longest_cut_that_the_ledger_confirms():
+    """Bounds say that 8K fits, and a step with documents of 4K lacks 1 GiB."""
+    lengths, fixed = Lengths.from_array(np.full(64, 1 << 13)), {"tp": (2,), "pp": (1,), "z": (3,), "recompute": ("full",)}
+    asked = PlanTask(preset("llama-3-8b"), cluster("4xa100-40"), lengths, 1 << 20, "bf16", 4, fixed=fixed)
+    changes = search(asked).changes
+    assert "cut documents at 2K tokens with data.max_len" in changes
+    for longest, fits in ((1 << 11, True), (1 << 12, False)):
+        shorter = replace(asked, lengths=Lengths.from_array(np.full(64, longest)))
+        assert (search(shorter).best is not None) == fits
+
+
+def test_plan_names_a_streamed_layout_for_a_home_outside_the_device():
+    lengths, fixed = Lengths.from_array(np.array([1 << 19])), {"tp": (1,), "pp": (1,), "ring": (1,), "u": (4,)}
+    asked = PlanTask(preset("llama-3-8b"), cluster("4xa100-40"), lengths, 1 << 19, "bf16", 4, fixed=fixed)
+    (change,) = [change for change in search(asked).changes if change.startswith("home: host, with ")]
+    assert "u4.z3.chunk64K" in change
+    assert search(replace(asked, home=HomeTiers("host"))).best is not None
 
 
 def test_plan_puts_the_training_state_where_the_config_says():

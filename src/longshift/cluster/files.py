@@ -159,7 +159,13 @@ def load(path: Path) -> Cluster:
         ) from None
     except (OSError, UnicodeDecodeError) as fault:
         raise UsageError(f"{path} cannot be read: {fault}") from None
-    return _read(text, str(path))
+    profile = _read(text, str(path))
+    if profile.nodes > 1 and "network" not in profile.links:
+        raise UsageError(
+            f"{path} has {profile.nodes} nodes and knows no network between them: write"
+            " links.network, or name a preset"
+        )
+    return profile
 
 
 def profile_of_host(

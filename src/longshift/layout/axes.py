@@ -151,3 +151,9 @@ class Degrees(Generic[Degree]):
     def holders(self) -> Degree:
         """Ranks that compute with the same weights."""
         return self.ranks_along(holder_axes())
+
+    def state_holders(self, has_experts: bool) -> Degree:
+        """Ranks over which ZeRO shards most weights: experts, which no axis cuts, over all ranks of
+        a stage."""
+        cut = weight_axes() if has_experts else ()
+        return self.ranks_along((*holder_axes(), *cut))

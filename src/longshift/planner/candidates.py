@@ -172,7 +172,7 @@ def enumerate_layouts(
     # 3. Refuse.
     is_possible = np.ones(len(candidates), bool)
     refused: dict[str, int] = {}
-    reasons = violations(spec, candidates, float8) | _second_names(candidates, choices)
+    reasons = violations(spec, candidates, float8) | _second_names(spec, candidates, choices)
     for reason, is_wrong in reasons.items():
         if count := int((is_wrong & is_possible).sum()):
             refused[reason] = count
@@ -247,12 +247,13 @@ def _code(name: str, words: Sequence[str], word: str) -> int:
 
 
 def _second_names(
+    spec: ModelSpec,
     candidates: Candidates,
     choices: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """Which candidates are others under a second name, bool [candidates] by reason."""
     min_zero = int(choices["zero"].min())
-    is_alone = candidates.holders == 1
+    is_alone = candidates.state_holders(spec.experts > 0) == 1
     is_gpipe = candidates.order == ORDERS.index("gpipe")
     # Without a pipeline all orders are alike: gpipe is dropped where another one can be chosen.
     has_another = len(choices["order"]) > 1

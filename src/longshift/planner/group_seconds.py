@@ -193,7 +193,8 @@ def step_seconds(
     gathered_exposed_s = np.maximum(0.0, gathered_s - first_s)
     last_unit_s = reduced_s / np.maximum(blocks, 1)
     reduced_exposed_s = np.maximum(last_unit_s, np.maximum(0.0, reduced_s - last_s))
-    trained = weights.trained(blocks) / np.where(zero >= 1, candidates.holders, 1)
+    holders = candidates.state_holders(cost.spec.experts > 0)
+    trained = weights.trained(blocks) / np.where(zero >= 1, holders, 1)
     optimizer_bytes = trained * update_bytes(cost.habits.moments) * constants.update
     optimizer_s = cost.rates.elementwise_s(optimizer_bytes) + constants.begin_s
 
@@ -286,10 +287,11 @@ def _weight_traffic(cost: Cost, candidates: Candidates) -> _WeightTraffic:
     sizes = cost.sizes
     habits = cost.habits
     rates = cost.rates
-    holders = candidates.holders
+    holders = candidates.state_holders(cost.spec.experts > 0)
     elements = np.asarray(sizes.rank_elements(candidates.weight_ranks))
     num_ends = np.where(candidates.pp > 1, 1.0, 2.0 - sizes.tied)
-    per_node = np.maximum(1, rates.fabric.per_node / candidates.weight_ranks)
+    strides = candidates.world / candidates.pp / holders
+    per_node = np.maximum(1, rates.fabric.per_node / strides)
     weight_bytes = elements * rates.element_bytes * habits.gathered
     gradient_bytes = elements * habits.gradient_bytes * habits.reduced * sizes.trained
     # The owner decodes coded gradients before it sums them.

@@ -302,7 +302,8 @@ def _resident_bytes(
     copies = np.where(zero == 0, replicated, compute_bytes * rank.total)
     wire_bytes = formats.wire.bytes_of("weights", compute_bytes)
     block_copies = np.where(rank.blocks > 1, 2 * compute_bytes + wire_bytes, compute_bytes)
-    is_gathered = (zero == 3) & (candidates.holders > 1)
+    has_experts = training.spec.experts > 0
+    is_gathered = (zero == 3) & (candidates.state_holders(has_experts) > 1)
     copies = np.where(is_gathered, rank.block * block_copies, copies)
     return _ResidentBytes(state, copies, sums, home_sums)
 
@@ -352,7 +353,7 @@ def _stage_bytes(
     # 2. Under ZeRO-2 and 3 the sum of a unit is reduced while gradients are added to the next.
     sum_bytes = formats.home_bytes * _min_trained_share(spec)
     leaving_bytes = _leaving_bytes(formats, sum_bytes)
-    is_reduced = (zero >= 2) & (candidates.holders > 1)
+    is_reduced = (zero >= 2) & (candidates.state_holders(spec.experts > 0) > 1)
     has_two_blocks = rank.blocks >= 2 * candidates.virtual
     two_sums = (sum_bytes + leaving_bytes) * rank.block
 

@@ -251,7 +251,7 @@ def _best_plans(table: CandidateTable, numbers: Sequence[int]) -> list[PlanEstim
     problem = table.problem
     edges = [0, *problem.tally.edges.tolist()]
     num_edges = len(edges) - 1
-    candidates = _shard_state(table.candidates.take(np.array(numbers)))
+    candidates = _shard_state(table, table.candidates.take(np.array(numbers)))
 
     # 1. Costs of groups, and of switches between them.
     cost, packs = _group_costs(table, candidates)
@@ -282,14 +282,14 @@ def _fastest_candidates(table: CandidateTable, single: Layout) -> list[int]:
     documents first."""
     candidates = table.candidates
     is_single = (candidates.columns() == Candidates.of([single]).columns()).all(1)
-    return _pick_by_turns(table, _is_sharded(candidates), np.flatnonzero(is_single).tolist())
+    return _pick_by_turns(table, _is_sharded(table), np.flatnonzero(is_single).tolist())
 
 
 def _candidates_of_cut(table: CandidateTable, cut: Sequence[int]) -> list[int]:
     """Numbers of the fastest meshes at each key by turns, of those with this cut of the weights."""
     candidates = table.candidates
     is_of_cut = (candidates.columns(cut_names()) == np.array(cut)).all(1)
-    return _pick_by_turns(table, _is_sharded(candidates) & is_of_cut)
+    return _pick_by_turns(table, _is_sharded(table) & is_of_cut)
 
 
 def _pick_by_turns(
@@ -317,20 +317,26 @@ def _fastest_meshes(candidates: Candidates, seconds: np.ndarray) -> list[int]:
     return fastest[_first_rows(meshes)][:BEST_AT_KEY].tolist()
 
 
-def _is_sharded(candidates: Candidates) -> np.ndarray:
+def _has_replicas(table: CandidateTable, candidates: Candidates) -> np.ndarray:
+    """Which candidates have state that ZeRO shards."""
+    return candidates.state_holders(table.problem.task.spec.experts > 0) > 1
+
+
+def _is_sharded(table: CandidateTable) -> np.ndarray:
     """Which candidates shard their state, or have no equal that does: with several layouts every
     state is sharded."""
-    has_replicas = candidates.holders > 1
+    candidates = table.candidates
+    has_replicas = _has_replicas(table, candidates)
     if not ((candidates.zero == 1) & has_replicas).any():
         return np.ones(len(candidates), bool)
     return (candidates.zero > 0) | ~has_replicas
 
 
-def _shard_state(candidates: Candidates) -> Candidates:
+def _shard_state(table: CandidateTable, candidates: Candidates) -> Candidates:
     """The layouts as a step with several of them takes them:
     ZeRO-1 at least, where ranks share weights."""
     sharded = np.maximum(candidates.zero, 1)
-    zero = np.where(candidates.holders > 1, sharded, candidates.zero)
+    zero = np.where(_has_replicas(table, candidates), sharded, candidates.zero)
     return Candidates({**candidates.codes, "zero": zero})
 
 

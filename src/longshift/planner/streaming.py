@@ -30,7 +30,8 @@ def streamed_layouts(problem: Problem, first_edge: int) -> list[Layout]:
     candidates = problem.enumeration.candidates
     # The layouts that cost by rate card what a streamed one does: see the module.
     is_full = candidates.recompute == RECOMPUTE.index("full")
-    is_sharded = (candidates.zero == 3) | (candidates.holders == 1)
+    holders = candidates.state_holders(problem.task.spec.experts > 0)
+    is_sharded = (candidates.zero == 3) | (holders == 1)
     can_stream = (candidates.pp == 1) & is_full & is_sharded
     candidates = candidates.take(np.flatnonzero(can_stream))
     load = problem.tally.between(first_edge, len(problem.tally.edges))

@@ -125,7 +125,7 @@ class OpSeconds:
 
         Its members hold shards of the same cut of the weights.
         """
-        members = layout.holders
+        members = layout.state_holders(self.shape.itinerary.spec.experts > 0)
         if members == 1 or not sent_bytes:
             return 0.0
 
@@ -134,7 +134,8 @@ class OpSeconds:
             collective = MOVES[kind]
             if kind == "reduce" and self.shape.formats.wire.gradients != "float32":
                 collective = "all_to_all"  # the owner decodes rounded gradients before it sums them
-            per_node = max(1, self.per_node // layout.weight_ranks)
+            strides = layout.world // layout.pp // members
+            per_node = max(1, self.per_node // strides)
             total_bytes = sent_bytes * members / (members - 1)
             seconds = self.rates.collective_s(collective, total_bytes, members, per_node)
             self.collectives[key] = float(seconds)

@@ -1,6 +1,8 @@
 """The best layouts for a run's documents on a cluster: how `longshift plan` finds and writes them,
 and how `layout: auto` becomes layouts."""
 
+import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -83,6 +85,22 @@ def other_ranks(config: Config, cluster: Cluster) -> str | None:
     )
 
 
+def unplanned_stages(config: Config) -> str | None:
+    """A sentence that says what is planned of a run with stages, and how to plan its last one; None
+    without stages."""
+    if not config.train.stages:
+        return None
+    last = config.model_dump(mode="json", exclude_none=True)["train"]["stages"][-1]
+    steps = {"train.stages": [], "train.steps": last["steps"]}
+    keys = {key: value for key, value in last.items() if key not in ("steps", "layout")}
+    words = [f"{key}={json.dumps(value)}" for key, value in (steps | keys).items()]
+    return (
+        "train.stages: this plan is for what the config says outside its stages, documents to"
+        f" {format_size(config.data.max_len)}; stages keep their layouts. To plan the last one, add"
+        f" {shlex.join(words)}"
+    )
+
+
 def task_of(
     config: Config,
     cluster: Cluster,
@@ -90,11 +108,18 @@ def task_of(
     all_devices: bool = False,
 ) -> PlanTask:
     """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every
-    device, however many ranks the config's own layout has."""
+    device, however many ranks the config's own layout has. Raises UsageError where these GPUs are
+    fewer than the ranks that are asked for."""
     request = config.layout
     if not isinstance(request, AutoLayout):
         request = AutoLayout(None if all_devices else config.world)
     world = request.ranks or cluster.devices
+    # CPU ranks share the machine.
+    if all_devices and world > cluster.devices and cluster.device.kind != "cpu":
+        raise UsageError(
+            f"layout asks for {world} ranks, and {cluster.name} has {cluster.devices}: name a"
+            f" cluster of {world} devices with --on, or ask for {cluster.devices}"
+        )
     return PlanTask(
         spec=config.spec,
         cluster=on_cluster(cluster, world, config.train.precision),

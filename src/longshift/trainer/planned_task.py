@@ -20,8 +20,8 @@ from longshift.layout_plan import (
 )
 from longshift.planner.plan_evaluator import PlanCandidate
 from longshift.planner.search import SearchResult
-from longshift.planner.task import PlanTask
-from longshift.print_result import gib_text
+from longshift.planner.task import CONTEXT_BYTES, FILLED, PlanTask
+from longshift.print_result import gib_text, size_text
 from longshift.program.operations import LANES as OP_LANES
 from longshift.simulate.calibrate import BAND
 from longshift.simulate.clock import in_visiting_order
@@ -183,6 +183,11 @@ class PlannedTask:
     def _misfit_lines(self) -> Iterator[str]:
         """Sentences where no layout fits."""
         task = self.task
+        if task.budget_bytes <= 0:
+            memory = size_text(int((task.budget_bytes + CONTEXT_BYTES) / FILLED))
+            needed = size_text(int(CONTEXT_BYTES / FILLED))
+            yield f"a device has {memory} of memory, and torch and its context alone need {needed}"
+            return
         room = f"{gib_text(task.budget_bytes)} a device"
         for tier in task.places[1:]:
             room += f" and {gib_text(task.limits[tier])} of {tier}"
