@@ -19,8 +19,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +51,8 @@ from longshift.layout.layout import Layout
 from longshift.layout_plan import LayoutPlan
 from longshift.spec.formats import WeightFormat
 from longshift.terminal import NotebookBar, Say, say, silent
-from longshift.trainer.display import describe
 from longshift.trainer.metrics import MetricsLog, StepMetrics
+from longshift.trainer.python_loop import Steps, close_older, loop_over
 from longshift.trainer.resume_config import name_changes, resume_config
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
 from longshift.trainer.trackers import Trackers, open_trackers
@@ -65,8 +64,6 @@ if TYPE_CHECKING:
     from longshift.step_report import Explanation
     from longshift.trainer.planned_task import PlannedTask
     from longshift.trainer.step_callback import OnStep
-
-Steps = Generator[StepMetrics, None, None]
 
 
 def train(
@@ -81,7 +78,8 @@ def train(
     step's metrics; checkpoints and the run folder are looked after.
 
     In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several
-    ranks runs in local worker processes; leaving the loop early lets them finish the step and save.
+    ranks runs in local worker processes; leaving the loop early, or Ctrl-C, finishes the step and
+    saves. A loop that is still open in the run folder is closed first.
 
     `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for
     the overrides, and what the file has otherwise is told on standard error; a Config is meant as
@@ -96,6 +94,7 @@ def train(
 
     tell = say if own_rank() == 0 else silent
     run = _read(config, overrides)
+    close_older(run, tell)
     if resume and isinstance(config, Config):
         name_changes(run, tell)
     elif resume:
@@ -110,9 +109,10 @@ def train(
         # Alone or under a launcher, this process is a rank; else it starts those of the layout.
         if run.world == 1 or launched():
             folder = prepare(run, resume, own_rank(), alone=not launched())
-            yield from _shown(run, run_rank(run, folder, resume, on_step=on_step))
+            steps = run_rank(run, folder, resume, on_step=on_step)
+            yield from loop_over(run, steps, tell, alone=run.world == 1)
             return
-    yield from _shown(run, _run_workers(run, resume, crowded, on))
+    yield from loop_over(run, _run_workers(run, resume, crowded, on), tell, alone=False)
 
 
 def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
@@ -369,16 +369,6 @@ def run_rank(
         raise
     finally:
         trackers.finish(ok)
-
-
-def _shown(config: Config, steps: Steps) -> Steps:
-    """Steps, which a notebook shows on one line."""
-    bar = NotebookBar()
-    bar.show("waiting for the first step", 0, config.train.steps)
-    with closing(steps):
-        for step in steps:
-            bar.show(describe(step, config.train.steps), step.step, config.train.steps)
-            yield step
 
 
 def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) -> Steps:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -329,6 +330,53 @@ def test_control_c_of_a_loop_saves_though_every_process_of_the_terminal_gets_it(
         assert child.wait(60) == -signal.SIGINT
     rows = read_rows(tmp_path / "run/metrics.jsonl")
     assert (tmp_path / "run/LATEST").read_text() == f"step-{rows[-1]['step']}\n"
+
+
+SIGNALLED = """
+import longshift as ls, os, signal, sys
+def on_step(metrics, control):
+    if metrics.step == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+seen = []
+try:
+    for step in ls.train(sys.argv[1], on_step=on_step):
+        seen.append(step.step)
+except KeyboardInterrupt:
+    print(seen, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_control_c_during_a_step_of_one_process_saves_it(place, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(config_of(place, tmp_path / "run").to_yaml())
+    ran = subprocess.run([sys.executable, "-c", SIGNALLED, file], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout == "[1, 2] True\n"
+    assert (tmp_path / "run/LATEST").read_text() == "step-3\n"
+
+
+def test_a_newer_run_closes_a_loop_that_was_left(place, tmp_path, capfd):
+    config = config_of(place, tmp_path / "run", "dp1", "save.every=2")
+    for step in (older := ls.train(config)):
+        if step.step == 3:
+            break
+    newer = ls.train(config, resume=True)
+    assert next(newer).step == 4
+    assert "is still open: it saves and is closed" in capfd.readouterr().err
+    next(newer)
+    newer.close()
+    assert list(older) == []
+    del older
+    assert (tmp_path / "run/LATEST").read_text() == "step-5\n"
+
+
+def test_a_loop_whose_folder_was_removed_saves_nothing(place, tmp_path):
+    config = config_of(place, tmp_path / "run")
+    older = ls.train(config)
+    next(older)
+    shutil.rmtree(tmp_path / "run")
+    assert [step.step for step in ls.train(config)] == [1, 2, 3, 4, 5, 6]
+    assert list(older) == []
+    assert (tmp_path / "run/LATEST").read_text() == "step-6\n"
 
 
 def test_a_function_cannot_go_to_other_processes(place, tmp_path):
