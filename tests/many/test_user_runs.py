@@ -101,6 +101,19 @@ def ids():
         yield {"ids": ids, "labels": [-100 if n % 3 == 0 else token for n, token in enumerate(ids)]}
 
 
+def loud_loss(logits, labels):
+    print("lost")
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+class LoudRule:
+    moments = ()
+
+    def update(self, weight, gradient, moments, step, lr, weight_decay):
+        print("ruled")
+        weight.sub_(lr * gradient)
+
+
 class Mine:
     def __init__(self, folder, project):
         self.file = folder / f"{project}.jsonl"
@@ -205,6 +218,14 @@ def test_a_callback_logs_saves_and_stops_and_changes_no_number(place, straight, 
     expect_same(rows, straight)
     assert [row["twice"] for row in rows] == [2 * row["loss"] for row in rows]
     assert "logged" not in rows[0]
+
+
+def test_what_a_loss_and_a_rule_print_is_not_on_standard_output(place, tmp_path):
+    own = ("train.loss=hooks:loud_loss", "train.optimizer=hooks:LoudRule", "train.steps=2")
+    config = config_of(place, tmp_path / "run", "dp2", *own)
+    ran = command(config, "--json", cwd=place)
+    assert [json.loads(line).get("step") for line in ran.stdout.splitlines()][:2] == [1, 2]
+    assert {"lost", "ruled"} <= set(ran.stderr.splitlines())
 
 
 def test_a_run_that_a_callback_stops_has_ended_well_and_says_why(place, tmp_path):
