@@ -130,8 +130,23 @@ def test_what_is_wrong_is_a_longshift_error(place, config, tmp_path):
 @pytest.mark.parametrize("text", ["dp2.tp2", "pp2:3-1.z1", "u4.chunk64K.host", "dp1"])
 def test_a_layout_is_its_text(text):
     assert ls.Layout(text) == ls.Layout.parse(text)
-    assert str(ls.Layout(text)) == text
+    assert str(ls.Layout(text)) == ls.Layout(text).text == text
     assert hash(ls.Layout(text)) == hash(ls.Layout.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"dp": 0}, "dp is a whole number of at least 1"),
+        ({"tp": 2.5}, "tp is a whole number"),
+        ({"chunk": "64K"}, "chunk is a whole number"),
+        ({"zero": 9}, "zero=9. does not exist; z0 replicated"),
+        ({"recompute": "foo"}, "recompute is one of none, selective, full, auto"),
+    ],
+)
+def test_a_built_layout_has_values_that_exist(fields, why):
+    with pytest.raises(ls.LongshiftError, match=why):
+        ls.Layout(**fields)
 
 
 def test_no_function_has_the_name_of_a_module():
