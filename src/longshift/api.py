@@ -21,9 +21,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -43,7 +42,7 @@ from longshift.command_results import (
 from longshift.config import Config
 from longshift.config_file import load_config, parse_config
 from longshift.dist.launcher import launched, own_rank
-from longshift.errors import LongshiftError, UsageError
+from longshift.errors import LongshiftError, UsageError, shown
 from longshift.files import temporary_folder, written
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
@@ -91,6 +90,8 @@ def train(
     if isinstance(on_step, str):
         config, overrides = _with_callback(config, overrides, on_step)
         on_step = None
+    elif on_step is not None and not callable(on_step):
+        raise UsageError(f"on_step={shown(on_step)}: a function of (metrics, control) is needed")
 
     tell = say if own_rank() == 0 else silent
     run = _read(config, overrides)
@@ -210,8 +211,10 @@ def make_plan(
     if isinstance(lengths, str | Path):
         corpus = read_lengths(Path(lengths))
     else:
-        corpus = Lengths.from_array(
-            open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths)
+        corpus = (
+            Lengths.from_array(open_tokens(run, verify=False).lengths)
+            if lengths is None
+            else Lengths.from_list(lengths)
         )
     if on and (note := other_ranks(run, cluster)):
         say(note)
@@ -250,6 +253,9 @@ def export(
     the checkpoint with the lowest validation loss. `precision`: of the weights; that of the model
     folder that the run began with where not given, else float32. `merge`: adapters are added to the
     weights that they are beside. Raises LongshiftError."""
+    if precision is not None and precision not in get_args(WeightFormat):
+        formats = ", ".join(get_args(WeightFormat))
+        raise UsageError(f"precision={shown(precision)}: weights are written as one of {formats}")
     run = Path(run)
     to = Path(to)
     config = read_config(run)
@@ -263,6 +269,8 @@ def export(
 
 def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport, ...]":
     """What runs have done, in numbers; with `to`, also as an HTML file. Raises LongshiftError."""
+    if not runs:
+        raise UsageError("report needs a run folder, as in ls.report('run')")
     from longshift.reports.read import read_run
 
     reports = tuple(read_run(Path(run)) for run in runs)
