@@ -76,6 +76,8 @@ BAD_LINES = [
     (b'{"text": ""}\n', 0, "'text' is empty"),
     (b'{"text": "x\\ud800"}\n', 0, "surrogate"),
     (b"[" * 100_000 + b"\n", 0, "not JSON"),
+    (b'{"text": "a", "text": "b"}\n', 0, "an object has the key 'text' twice"),
+    (b'{"text": "a", "more": [{"n": 1, "n": 1}]}\n', 0, "an object has the key 'n' twice"),
 ]
 
 
