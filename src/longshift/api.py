@@ -19,7 +19,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -72,7 +72,7 @@ def train(
     crowded: bool = False,
     on: str | None = None,
     on_step: "OnStep | str | None" = None,
-) -> Iterator[StepMetrics]:
+) -> Steps:
     """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each
     step's metrics; checkpoints and the run folder are looked after.
 

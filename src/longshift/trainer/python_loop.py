@@ -3,6 +3,7 @@ folder closes it. Needs no torch."""
 
 from collections.abc import Generator
 from contextlib import closing
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -26,9 +27,9 @@ def close_older(config: Config, tell: Say) -> None:
     now, in another thread."""
     folder = RunFolder(Path(config.save.dir))
     steps = _OPEN.get(folder.path.resolve())
-    if steps is None or steps.gi_frame is None:
+    if steps is None or getgeneratorstate(steps) == GEN_CLOSED:
         return
-    if steps.gi_running:
+    if getgeneratorstate(steps) == GEN_RUNNING:
         raise UsageError(
             f"this process trains in {folder.shown} now, in another loop; close that first, or"
             " choose another with save.dir=..."
