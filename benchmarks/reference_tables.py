@@ -269,7 +269,8 @@ def python_names() -> str:
         parts.append(f"### {_signature(name, value)}\n\n{_described(name, sentence)}.")
         fields = getattr(value, "__dataclass_fields__", None) or getattr(value, "model_fields", {})
         if fields:
-            parts.append(f"Fields: {', '.join(f'`{field}`' for field in fields)}.")
+            named = [f"`{field}`" for field in fields if not field.startswith("_")]
+            parts.append(f"Fields: {', '.join(named)}.")
     return "\n\n".join(parts)
 
 

@@ -19,12 +19,10 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -44,7 +42,7 @@ from longshift.command_results import (
 from longshift.config import Config
 from longshift.config_file import load_config, parse_config
 from longshift.dist.launcher import launched, own_rank
-from longshift.errors import LongshiftError, UsageError
+from longshift.errors import LongshiftError, UsageError, shown
 from longshift.files import temporary_folder, written
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
@@ -52,8 +50,8 @@ from longshift.layout.layout import Layout
 from longshift.layout_plan import LayoutPlan
 from longshift.spec.formats import WeightFormat
 from longshift.terminal import NotebookBar, Say, say, silent
-from longshift.trainer.display import describe
 from longshift.trainer.metrics import MetricsLog, StepMetrics
+from longshift.trainer.python_loop import Steps, close_older, loop_over
 from longshift.trainer.resume_config import name_changes, resume_config
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
 from longshift.trainer.trackers import Trackers, open_trackers
@@ -66,8 +64,6 @@ if TYPE_CHECKING:
     from longshift.trainer.planned_task import PlannedTask
     from longshift.trainer.step_callback import OnStep
 
-Steps = Generator[StepMetrics, None, None]
-
 
 def train(
     config: Config | str | Path,
@@ -76,12 +72,13 @@ def train(
     crowded: bool = False,
     on: str | None = None,
     on_step: "OnStep | str | None" = None,
-) -> Iterator[StepMetrics]:
+) -> Steps:
     """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each
     step's metrics; checkpoints and the run folder are looked after.
 
     In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several
-    ranks runs in local worker processes; leaving the loop early lets them finish the step and save.
+    ranks runs in local worker processes; leaving the loop early, or Ctrl-C, finishes the step and
+    saves. A loop that is still open in the run folder is closed first.
 
     `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for
     the overrides, and what the file has otherwise is told on standard error; a Config is meant as
@@ -93,9 +90,12 @@ def train(
     if isinstance(on_step, str):
         config, overrides = _with_callback(config, overrides, on_step)
         on_step = None
+    elif on_step is not None and not callable(on_step):
+        raise UsageError(f"on_step={shown(on_step)}: a function of (metrics, control) is needed")
 
     tell = say if own_rank() == 0 else silent
     run = _read(config, overrides)
+    close_older(run, tell)
     if resume and isinstance(config, Config):
         name_changes(run, tell)
     elif resume:
@@ -110,9 +110,10 @@ def train(
         # Alone or under a launcher, this process is a rank; else it starts those of the layout.
         if run.world == 1 or launched():
             folder = prepare(run, resume, own_rank(), alone=not launched())
-            yield from _shown(run, run_rank(run, folder, resume, on_step=on_step))
+            steps = run_rank(run, folder, resume, on_step=on_step)
+            yield from loop_over(run, steps, tell, alone=run.world == 1)
             return
-    yield from _shown(run, _run_workers(run, resume, crowded, on))
+    yield from loop_over(run, _run_workers(run, resume, crowded, on), tell, alone=False)
 
 
 def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
@@ -210,8 +211,10 @@ def make_plan(
     if isinstance(lengths, str | Path):
         corpus = read_lengths(Path(lengths))
     else:
-        corpus = Lengths.from_array(
-            open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths)
+        corpus = (
+            Lengths.from_array(open_tokens(run, verify=False).lengths)
+            if lengths is None
+            else Lengths.from_list(lengths)
         )
     if on and (note := other_ranks(run, cluster)):
         say(note)
@@ -252,6 +255,9 @@ def export(
     the checkpoint with the lowest validation loss. `precision`: of the weights; that of the model
     folder that the run began with where not given, else float32. `merge`: adapters are added to the
     weights that they are beside. Raises LongshiftError."""
+    if precision is not None and precision not in get_args(WeightFormat):
+        formats = ", ".join(get_args(WeightFormat))
+        raise UsageError(f"precision={shown(precision)}: weights are written as one of {formats}")
     run = Path(run)
     to = Path(to)
     config = read_config(run)
@@ -265,6 +271,8 @@ def export(
 
 def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport, ...]":
     """What runs have done, in numbers; with `to`, also as an HTML file. Raises LongshiftError."""
+    if not runs:
+        raise UsageError("report needs a run folder, as in ls.report('run')")
     from longshift.reports.read import read_run
 
     reports = tuple(read_run(Path(run)) for run in runs)
@@ -371,16 +379,6 @@ def run_rank(
         raise
     finally:
         trackers.finish(ok)
-
-
-def _shown(config: Config, steps: Steps) -> Steps:
-    """Steps, which a notebook shows on one line."""
-    bar = NotebookBar()
-    bar.show("waiting for the first step", 0, config.train.steps)
-    with closing(steps):
-        for step in steps:
-            bar.show(describe(step, config.train.steps), step.step, config.train.steps)
-            yield step
 
 
 def _run_workers(config: Config, resume: bool, crowded: bool, on: str | None) -> Steps:

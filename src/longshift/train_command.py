@@ -35,6 +35,7 @@ from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.plan_file import PlanFile, keep
 from longshift.trainer.resume_config import fit_ranks, resume_config
 from longshift.trainer.run_folder import RunFolder, prepare, read_asked, summarize_run, write_cause
+from longshift.user_code import printing_aside
 from longshift.workload.length_file import Lengths
 
 if TYPE_CHECKING:
@@ -303,7 +304,9 @@ def _run_rank(
 ) -> None:
     """Train as this process's rank; rank 0 shows the steps."""
     display = Display(run.train.steps, json, latest=folder.latest) if rank == 0 else None
-    with display or nullcontext():
+    # A loss or a rule may print at any step, also in another thread. The display has kept standard
+    # output.
+    with display or nullcontext(), printing_aside():
         for step in api.run_rank(
             run, folder, resume, stop, trace, display.memory if display else silent
         ):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,19 @@ def ids():
     for number in range(12):
         ids = [(7 * number + 3 * n) % 300 for n in range(8 + 5 * number)]
         yield {"ids": ids, "labels": [-100 if n % 3 == 0 else token for n, token in enumerate(ids)]}
+
+
+def loud_loss(logits, labels):
+    print("lost")
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+class LoudRule:
+    moments = ()
+
+    def update(self, weight, gradient, moments, step, lr, weight_decay):
+        print("ruled")
+        weight.sub_(lr * gradient)
 
 
 class Mine:
@@ -204,6 +218,14 @@ def test_a_callback_logs_saves_and_stops_and_changes_no_number(place, straight, 
     expect_same(rows, straight)
     assert [row["twice"] for row in rows] == [2 * row["loss"] for row in rows]
     assert "logged" not in rows[0]
+
+
+def test_what_a_loss_and_a_rule_print_is_not_on_standard_output(place, tmp_path):
+    own = ("train.loss=hooks:loud_loss", "train.optimizer=hooks:LoudRule", "train.steps=2")
+    config = config_of(place, tmp_path / "run", "dp2", *own)
+    ran = command(config, "--json", cwd=place)
+    assert [json.loads(line).get("step") for line in ran.stdout.splitlines()][:2] == [1, 2]
+    assert {"lost", "ruled"} <= set(ran.stderr.splitlines())
 
 
 def test_a_run_that_a_callback_stops_has_ended_well_and_says_why(place, tmp_path):
@@ -329,6 +351,53 @@ def test_control_c_of_a_loop_saves_though_every_process_of_the_terminal_gets_it(
         assert child.wait(60) == -signal.SIGINT
     rows = read_rows(tmp_path / "run/metrics.jsonl")
     assert (tmp_path / "run/LATEST").read_text() == f"step-{rows[-1]['step']}\n"
+
+
+SIGNALLED = """
+import longshift as ls, os, signal, sys
+def on_step(metrics, control):
+    if metrics.step == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+seen = []
+try:
+    for step in ls.train(sys.argv[1], on_step=on_step):
+        seen.append(step.step)
+except KeyboardInterrupt:
+    print(seen, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_control_c_during_a_step_of_one_process_saves_it(place, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(config_of(place, tmp_path / "run").to_yaml())
+    ran = subprocess.run([sys.executable, "-c", SIGNALLED, file], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout == "[1, 2] True\n"
+    assert (tmp_path / "run/LATEST").read_text() == "step-3\n"
+
+
+def test_a_newer_run_closes_a_loop_that_was_left(place, tmp_path, capfd):
+    config = config_of(place, tmp_path / "run", "dp1", "save.every=2")
+    for step in (older := ls.train(config)):
+        if step.step == 3:
+            break
+    newer = ls.train(config, resume=True)
+    assert next(newer).step == 4
+    assert "is still open: it saves and is closed" in capfd.readouterr().err
+    next(newer)
+    newer.close()
+    assert list(older) == []
+    del older
+    assert (tmp_path / "run/LATEST").read_text() == "step-5\n"
+
+
+def test_a_loop_whose_folder_was_removed_saves_nothing(place, tmp_path):
+    config = config_of(place, tmp_path / "run")
+    older = ls.train(config)
+    next(older)
+    shutil.rmtree(tmp_path / "run")
+    assert [step.step for step in ls.train(config)] == [1, 2, 3, 4, 5, 6]
+    assert list(older) == []
+    assert (tmp_path / "run/LATEST").read_text() == "step-6\n"
 
 
 def test_a_function_cannot_go_to_other_processes(place, tmp_path):

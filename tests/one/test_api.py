@@ -130,7 +130,14 @@ def test_what_is_wrong_is_a_longshift_error(place, config, tmp_path):
         (lambda: ls.explain(beyond), "u99"),
         (lambda: next(ls.train(beyond)), "u99"),
         (lambda: ls.plan(config, on="3xZ9000"), "Z9000"),
+        (lambda: ls.plan(config, on="2xH100", lengths=["a"]), "'a' is not a length in tokens"),  # pyright: ignore[reportArgumentType]
+        (lambda: ls.plan(config, on="2xH100", lengths=[1.5]), "1.5 is not a length in tokens"),  # pyright: ignore[reportArgumentType]
+        (lambda: ls.plan(config, on="2xH100", lengths=[[1, 2]]), "1, 2. is not a length"),  # pyright: ignore[reportArgumentType]
+        (lambda: ls.plan(config, on="2xH100", lengths=[10**12]), "pieces of documents of up to 1,000,000,000,000 tokens"),
         (lambda: ls.export(tmp_path, to=tmp_path / "x"), "is not a run folder"),
+        (lambda: ls.export(tmp_path, to=tmp_path / "x", precision="float8"), "one of float32, bf16, fp16, float64"),  # pyright: ignore[reportArgumentType]
+        (lambda: ls.report(to=tmp_path / "x.html"), "report needs a run folder"),
+        (lambda: next(ls.train(config, on_step=3)), "on_step=3: a function of"),  # pyright: ignore[reportArgumentType]
         (lambda: next(ls.train(config, resume=True)), "holds no checkpoint to resume from"),
         (lambda: ls.Layout("dp2.zz"), "is not a layout word"),
         (lambda: ls.Layout("dp2", tp=2), "the text is the whole layout"),  # pyright: ignore[reportCallIssue]
@@ -143,8 +150,23 @@ def test_what_is_wrong_is_a_longshift_error(place, config, tmp_path):
 @pytest.mark.parametrize("text", ["dp2.tp2", "pp2:3-1.z1", "u4.chunk64K.host", "dp1"])
 def test_a_layout_is_its_text(text):
     assert ls.Layout(text) == ls.Layout.parse(text)
-    assert str(ls.Layout(text)) == text
+    assert str(ls.Layout(text)) == ls.Layout(text).text == text
     assert hash(ls.Layout(text)) == hash(ls.Layout.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"dp": 0}, "dp is a whole number of at least 1"),
+        ({"tp": 2.5}, "tp is a whole number"),
+        ({"chunk": "64K"}, "chunk is a whole number"),
+        ({"zero": 9}, "zero=9. does not exist; z0 replicated"),
+        ({"recompute": "foo"}, "recompute is one of none, selective, full, auto"),
+    ],
+)
+def test_a_built_layout_has_values_that_exist(fields, why):
+    with pytest.raises(ls.LongshiftError, match=why):
+        ls.Layout(**fields)
 
 
 def test_no_function_has_the_name_of_a_module():

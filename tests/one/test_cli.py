@@ -1080,7 +1080,7 @@ def test_the_configs_and_the_layouts_of_the_docs_are_valid():
 def test_the_plan_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(blocks("docs/layouts.md", "yaml")[0])
-    block = blocks("docs/reference/python.md", "python")[1].replace("tp16.pp2", "tp4.pp4.dp2").replace("dp4.tp2.pp4", "dp16.tp2")
+    block = blocks("docs/reference/python.md", "python")[2].replace("tp16.pp2", "tp4.pp4.dp2").replace("dp4.tp2.pp4", "dp16.tp2")
     exec(block, {"ls": ls})
     out = capsys.readouterr().out
     assert "GB inside nodes" in out

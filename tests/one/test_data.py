@@ -76,6 +76,8 @@ BAD_LINES = [
     (b'{"text": ""}\n', 0, "'text' is empty"),
     (b'{"text": "x\\ud800"}\n', 0, "surrogate"),
     (b"[" * 100_000 + b"\n", 0, "not JSON"),
+    (b'{"text": "a", "text": "b"}\n', 0, "an object has the key 'text' twice"),
+    (b'{"text": "a", "more": [{"n": 1, "n": 1}]}\n', 0, "an object has the key 'n' twice"),
 ]
 
 
@@ -173,6 +175,16 @@ def test_what_a_pattern_matches_and_cannot_be_read_is_not_left_out_silently(tmp_
             with pytest.raises(DataError, match="odd is no file that can be read"):
                 files(Source(path=f"{tmp_path}/{pattern}"))
         (tmp_path / "odd").unlink()
+
+
+def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
+    (tmp_path / "tree/sub").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.txt"):
+        (tmp_path / "tree" / name).write_text(name)
+    (tmp_path / "tree/sub/loop").symlink_to("..")
+    found = [Path(file.path).relative_to(tmp_path / "tree") for file in files(Source(path=f"{tmp_path}/tree/**/*.txt"))]
+    assert list(map(str, found)) == ["a.txt", "sub/b.txt"]
+    assert len(files(Source(path=f"{tmp_path}/tree/**/*"))) == 2
 
 
 def test_a_path_that_matches_nothing_names_the_nearest(tmp_path):

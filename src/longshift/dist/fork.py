@@ -38,6 +38,7 @@ from longshift.dist.world import (
     use_gpu,
 )
 from longshift.errors import LongshiftError, PeerError
+from longshift.user_code import printing_aside
 
 # After one rank's error, how long to wait for the others', among which may be the cause.
 GRACE_S = 2.0
@@ -215,7 +216,9 @@ def _called(world: World, function: str, arguments: dict[str, Any]) -> dict[str,
     """What a function answers, or its error."""
     module, name = function.split(":")
     try:
-        return {"value": getattr(importlib.import_module(module), name)(world, **arguments)}
+        # Standard output belongs to the process that prints the answer.
+        with printing_aside():
+            return {"value": getattr(importlib.import_module(module), name)(world, **arguments)}
     except LongshiftError as fault:
         return {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
     except Exception as fault:

@@ -125,11 +125,24 @@ def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
         yield _record(values, "one object a line", fields, where)
 
 
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where a key is there twice, of which one would be lost."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {shown(twice)} twice")
+    return values
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
 def _parse_json(text: str, where: str, offset: int | None) -> Any:
     """What JSON says. `offset`: of the text's first byte where it is a line of a file; else it is
     the whole file."""
     try:
-        return json.loads(text)
+        return _JSON.decode(text)
     except json.JSONDecodeError as error:
         position = f"line {error.lineno}, column {error.colno}"
         if offset is not None:  # `pos` counts characters

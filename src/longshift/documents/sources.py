@@ -98,6 +98,7 @@ def files(source: Source) -> tuple[File, ...]:
     # A name that exists is taken as it is: it may have brackets.
     pattern = os.path.expanduser(source.path)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    matches = _outside_loops(matches, pattern)
     paths = [path for path in matches if os.path.isfile(path) or _is_dataset(path)]
     for path in sorted(set(matches) - set(paths)):
         if not os.path.isdir(path):
@@ -163,6 +164,21 @@ def _library() -> list[str]:
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
         paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     return sorted(paths)
+
+
+def _outside_loops(matches: list[str], pattern: str) -> list[str]:
+    """Without what `**` finds again through a link to a folder above the link."""
+    root, deep, _ = pattern.partition("**")
+    if not deep:
+        return matches
+
+    def is_in_loop(folder: Path) -> bool:
+        links = (p for p in (folder, *folder.parents) if Path(root) in p.parents and p.is_symlink())
+        return any(link.parent.resolve().is_relative_to(os.path.realpath(link)) for link in links)
+
+    folders = {os.path.dirname(path) for path in matches}
+    loops = {folder for folder in folders if is_in_loop(Path(folder))}
+    return [path for path in matches if os.path.dirname(path) not in loops]
 
 
 def _is_dataset(path: str) -> bool:

@@ -46,24 +46,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 from longshift.errors import UsageError, nearest, shown
 from longshift.layout import axes
 from longshift.layout.axes import Axis, Degrees
+from longshift.layout.built import (
+    AUTO,
+    ZERO_MEANING,
+    Order,
+    Recompute,
+    Schedule,
+    Tier,
+    Where,
+    check_fields,
+)
 from longshift.other_tools import layout_hint
 from longshift.spec.param import share
-
-# A chunk that is chosen before the ranks start, from what the machine can do, as the
-# recomputation "auto" is.
-AUTO = -1
-ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
-
-Order = Literal["gpipe", "1f1b", "vertical"]
-Recompute = Literal["none", "selective", "full", "auto"]
-Tier = Literal["device", "host", "disk"]
-Where = Literal["device", "offload"]
-Schedule = Literal["stream", "fpdt"]
 
 # Fields of words with a number, besides the axes.
 _NUMBERS = {"z": "zero", "v": "virtual", "every": "every", "keep": "kept_blocks"}
@@ -119,10 +118,12 @@ class Layout(Degrees[int]):
     `every`: see `schedule.unit_events`, 0: all blocks keep what their backward needs. `extra`:
     degrees of axes without a field, by name.
 
-    Raises UsageError for text that is no layout, and for text with other fields beside it.
+    Raises UsageError for text that is no layout, for text with other fields beside it, and for
+    values that a field cannot have.
     """
 
-    text: InitVar[str] = "dp1"
+    # `replace` reads its default as an attribute, so it has not the name of `text`.
+    _text: InitVar[str] = "dp1"
     _: KW_ONLY
     dp: int = 1
     pp: int = 1
@@ -144,8 +145,10 @@ class Layout(Degrees[int]):
     stages: tuple[int, ...] = ()
     extra: tuple[tuple[str, int], ...] = ()
 
-    def __post_init__(self, text: str) -> None:
+    def __post_init__(self, _text: str) -> None:
+        text = _text
         if text == "dp1":
+            check_fields(vars(self))
             return
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
@@ -228,6 +231,11 @@ class Layout(Degrees[int]):
             else:
                 words.append(flags[name, value])
         return ".".join(words) or "dp1"
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        return str(self)
 
     @property
     def open(self) -> bool:

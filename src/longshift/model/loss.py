@@ -31,7 +31,7 @@ from torch import Tensor
 
 from longshift.errors import UsageError
 from longshift.model.functions import WRITTEN_OUT, Elementwise, accum_dtype
-from longshift.user_code import describe_error, load_object, split_object
+from longshift.user_code import describe_error, load_object, printing_aside, split_object
 
 IGNORE = -100
 KEY = "train.loss"
@@ -236,5 +236,6 @@ def token_loss(text: str, vocab: int) -> CheckedLoss:
     if not callable(function):
         raise UsageError(f"{KEY}: {text} is no function of logits and labels")
     loss = CheckedLoss(text, function)
-    loss.check(vocab)
+    with printing_aside():
+        loss.check(vocab)
     return loss

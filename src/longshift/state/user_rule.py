@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longshift.errors import UsageError
 from longshift.spec.rule import KEY, load_rule
-from longshift.user_code import describe_error, split_object
+from longshift.user_code import describe_error, printing_aside, split_object
 
 PIECE = 1 << 22  # elements that are updated at one time: a rule's temporaries are no larger
 CHECK_ELEMENTS = 64  # elements on which a rule is tried
@@ -80,7 +80,8 @@ def checked_rule(text: str) -> Any:
     """The rule that a config names "package.module:Rule", tried on random vectors. Raises
     UsageError where it is not elementwise, or remembers something outside its moments."""
     check = RuleCheck(text)
-    check.run()
+    with printing_aside():
+        check.run()
     return check.rule
 
 

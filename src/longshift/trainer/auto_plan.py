@@ -24,7 +24,9 @@ from longshift.terminal import Say, silent
 from longshift.trainer.plan_file import PlanFile, place, read
 from longshift.trainer.planned_task import PlannedTask
 from longshift.workload.length_file import Lengths
-from longshift.workload.lengths import spans
+from longshift.workload.lengths import cap_loss, spans
+
+MOST_PIECES = 1 << 24  # of different lengths: each takes tens of bytes
 
 
 def cut(lengths: Lengths, config: Config) -> Lengths:
@@ -38,6 +40,13 @@ def cut(lengths: Lengths, config: Config) -> Lengths:
         raise UsageError(
             f"data: documents have up to {int(lengths.lengths[-1]):,} tokens and data.max_len is"
             f" {format_size(longest)}; write data.overlong: split, or truncate, drop"
+        )
+    num_pieces = cap_loss(lengths.lengths, longest).split_pieces
+    if policy == "split" and num_pieces > MOST_PIECES:
+        raise UsageError(
+            f"data.overlong: split makes {num_pieces:,} pieces of documents of up to"
+            f" {int(lengths.lengths[-1]):,} tokens, more than a plan has room for; raise"
+            " data.max_len"
         )
     pieces = spans(lengths.lengths, longest, policy)
     piece_lengths = pieces.stop - pieces.start

@@ -2,6 +2,7 @@
 ends the process."""
 
 import signal
+import threading
 from collections.abc import Iterable
 from types import FrameType
 
@@ -61,3 +62,31 @@ class Interrupt:
             signal.signal(
                 watched, signal.default_int_handler if watched == signal.SIGINT else signal.SIG_DFL
             )
+
+
+class StepInterrupt:
+    """Ctrl-C of a Python program, which waits inside `with` until a step is over; a second one is
+    raised at once. Where the program handles SIGINT itself, and in other threads, nothing changes.
+    Mutable: `asked`, whether one came."""
+
+    def __init__(self, say: Say) -> None:
+        self.asked = False
+        self._say = say
+        self._watches = False
+
+    def __enter__(self) -> None:
+        self._watches = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._watches:
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        if self._watches:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._say(stopping(number))

@@ -205,9 +205,9 @@ def train_stage(
             try:
                 yield metrics
             except GeneratorExit:
-                # The caller leaves the loop. Alone, this rank saves first; among others it would
-                # wait for them here.
-                if context.world.size > 1:
+                # The caller leaves the loop. Alone, this rank saves first, unless somebody has
+                # removed the run; among others it would wait for them here.
+                if context.world.size > 1 or not RunFolder(context.folder).env.exists():
                     raise
                 context.is_ending = True
 

@@ -13,13 +13,14 @@ import gzip
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
 
-from longshift.errors import DataError, UsageError
+from longshift.errors import DataError, UsageError, shown
 from longshift.workload.groups import shares
 
 BIN_POINTS = 64  # lengths that stand for a bin, at most
@@ -47,6 +48,17 @@ class Lengths:
             raise UsageError("lengths of documents: there must be one, and each is at least 1")
         unique_lengths, counts = np.unique(np.asarray(lengths, np.int64), return_counts=True)
         return cls(unique_lengths, counts)
+
+    @classmethod
+    def from_list(cls, lengths: Sequence[int]) -> "Lengths":
+        """Of what a Python program gives. Raises UsageError, also for a value that is no length."""
+        for length in lengths:
+            if not isinstance(length, Integral) or not 1 <= length <= MOST:
+                raise UsageError(
+                    f"lengths: {shown(length)} is not a length in tokens, a whole number from 1 to"
+                    f" {MOST}"
+                )
+        return cls.from_array(np.array(lengths, np.int64))
 
     @property
     def documents(self) -> int:
