@@ -133,14 +133,8 @@ def train(
             if len(stages) > 1 and world.rank == 0:
                 say(f"stage {number} of {len(stages)}, {stage}")
 
-            plan = undecided_plan(stage.config, run, world)
-            if plan is None:
-                steps = train_stage(stage, context, resume)
-            else:
-                train_with = partial(_train_with, context, stage, len(stages) == 1)
-                steps = train_trials(plan, stage.config, run, resume, world, train_with)
             # Closed at once where the caller leaves, so that what the last save raises is seen.
-            with closing(steps):
+            with closing(_stage_steps(context, stage, len(stages) == 1, resume)) as steps:
                 for metrics in steps:
                     last_step = metrics.step
                     yield metrics
@@ -172,6 +166,17 @@ def _resumed_step(run: Path, world: World) -> int:
     if faults := faults_of_rows(folder.metrics, saved.step, saved.facts.get("loss")):
         say(f"{folder.shown}/metrics.jsonl {faults}")
     return saved.step
+
+
+def _stage_steps(
+    context: RunContext, stage: Stage, is_only_stage: bool, resume: bool
+) -> Generator[StepMetrics]:
+    """The steps of a stage, under the candidates of its plan where that is not decided."""
+    plan = undecided_plan(stage.config, context.folder, context.world)
+    if plan is None:
+        return train_stage(stage, context, resume)
+    train_with = partial(_train_with, context, stage, is_only_stage)
+    return train_trials(plan, stage.config, context.folder, resume, context.world, train_with)
 
 
 def _train_with(
