@@ -29,7 +29,7 @@ H100 = machine_preset("h100")
 def shape(way: Layout) -> StepShape:
     edges = (Edge(TOKENS, way),)
     itinerary = Itinerary(SPEC, edges, links_of(H100, way.world, 1), 2, 4, SwitchOptions())
-    return StepShape(itinerary, edges, FORMATS["bf16"], TOKENS, TOKENS)
+    return StepShape(itinerary, edges, FORMATS["bf16"], 1, TOKENS)  # steps of one pack
 
 
 @cache

@@ -33,6 +33,9 @@ _WORDS = {
 
 def check_fields(values: Mapping[str, Any]) -> None:
     """Raises UsageError for a value that its field cannot have."""
+    for name, degree in values["extra"]:
+        if not isinstance(degree, int) or degree < 1:
+            raise UsageError(f"Layout(extra={name}: {degree!r}): a degree is at least 1")
     for name, least in _LEAST.items():
         value = values[name]
         # Layouts are built often, and nearly all of ints.

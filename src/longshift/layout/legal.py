@@ -52,9 +52,6 @@ def faults(
     `pack_tokens`: capacity of a pack; one such document if None.
     `float8`: whether matmuls take factors of eight bits.
     """
-    reasons = tuple(_degree_faults(layout))
-    if reasons:
-        return reasons  # no arithmetic holds below
     return (
         *_world_faults(spec, layout, world, float8),
         *(fault.reason for fault in mesh_faults(spec, layout, float8)),
@@ -69,18 +66,6 @@ def refuse(layout: Layout, reasons: Sequence[str]) -> None:
     """Raise UsageError with reasons why a layout is not possible, if there are any."""
     if reasons:
         raise UsageError("\n  ".join((f"layout {layout} is not possible here:", *reasons)))
-
-
-def _degree_faults(layout: Layout) -> Iterator[str]:
-    degrees = {name: layout.degree(name) for name in axes.names()[::-1]} | {
-        "virtual": layout.virtual
-    }
-    for name, degree in degrees.items():
-        if degree < 1:
-            yield f"{name} is {degree}: a degree is at least 1"
-
-    if not 0 <= layout.zero <= 3:
-        yield f"zero is {layout.zero}: it is 0, 1, 2 or 3"
 
 
 def _world_faults(
