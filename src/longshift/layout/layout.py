@@ -51,7 +51,7 @@ from typing import Any
 from longshift.errors import UsageError, nearest, shown
 from longshift.layout import axes
 from longshift.layout.axes import Axis, Degrees
-from longshift.layout.built import (
+from longshift.layout.fields import (
     AUTO,
     ZERO_MEANING,
     Order,
@@ -122,7 +122,7 @@ class Layout(Degrees[int]):
     values that a field cannot have.
     """
 
-    # `replace` reads its default as an attribute, so it has not the name of `text`.
+    # Not `text`: the default of such a field is an attribute of the class, as the property is.
     _text: InitVar[str] = "dp1"
     _: KW_ONLY
     dp: int = 1

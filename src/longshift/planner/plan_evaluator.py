@@ -124,7 +124,7 @@ class PlanEvaluator:
                 break
             searched += leaders
             nearby = [neighbor for edges in leaders for neighbor in neighbors(edges)]
-            nearby = self._quick_or_faster(self._plausible(nearby), ranking[0])
+            nearby = self._worth_weighing(self._plausible(nearby), ranking[0])
             ranking = self._rank_first_step([*ranking, *nearby])
 
         # 3. Play the fastest pipelines with uneven stages.
@@ -157,9 +157,12 @@ class PlanEvaluator:
         return _sort_by_seconds(ranking)
 
     def _fit(self, plans: Iterable[Edges]) -> list[Edges]:
-        """The plans with the largest packs that fit. Of several groups with a streamed one, for
-        which the ledger takes seconds, the ENOUGH_STREAMED fastest that fit."""
-        quick, slow = [], []
+        """The plans with the largest packs that fit.
+
+        The ledger takes seconds for a plan of several groups with a streamed one: of these, the
+        fastest are weighed until ENOUGH_STREAMED fit."""
+        quick = []
+        slow = []
         for edges in plans:
             is_slow = len(edges) > 1 and _is_streamed(edges)
             (slow if is_slow else quick).append(edges)
@@ -194,9 +197,9 @@ class PlanEvaluator:
         possible = [edges for edges in plans if not self._is_faulty(edges)]
         return [edges for edges in possible if not self._is_too_large(edges)]
 
-    def _quick_or_faster(self, plans: Iterable[Edges], leader: Edges) -> list[Edges]:
-        """The plans of whole packs, and those with streamed groups that are faster than the leader
-        on the first step: the ledger takes seconds for one."""
+    def _worth_weighing(self, plans: Iterable[Edges], leader: Edges) -> list[Edges]:
+        """All plans of whole packs. Of those with streamed groups, for which the ledger takes
+        seconds, the ones that are faster than the leader on the first step."""
         leader_s = self.seconds(leader, 0)
         return [
             edges for edges in plans if not _is_streamed(edges) or self.seconds(edges, 0) < leader_s

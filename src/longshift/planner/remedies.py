@@ -71,8 +71,8 @@ def _home_outside(problem: Problem) -> Iterator[str]:
 
 
 def smallest_that_fits(problem: Problem, candidates: Candidates) -> Layout | None:
-    """The layout that needs least memory by the bound, of MAX_WEIGHED that fit by the ledger; None
-    if none does."""
+    """Of the MAX_WEIGHED layouts that need least memory by the bound, the first that fits by the
+    ledger; None if none does."""
     if not len(candidates):
         return None
     task = problem.task

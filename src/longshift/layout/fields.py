@@ -1,10 +1,11 @@
-"""What the fields of a layout may have that is built field by field, as in Layout(dp=2, tp=2)."""
+"""Values that the fields of a layout may have. Needs no torch."""
 
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, Literal, get_args
 
 from longshift.errors import UsageError
+from longshift.layout import axes
 
 # A chunk that is chosen before the ranks start, from what the machine can do, as the
 # recomputation "auto" is.
@@ -18,7 +19,7 @@ Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
 _LEAST = {
-    **dict.fromkeys(("dp", "pp", "tp", "ulysses", "ring", "virtual"), 1),
+    **dict.fromkeys((*axes.names(), "virtual"), 1),
     **dict.fromkeys(("kept_blocks", "zero", "every"), 0),
     "chunk": AUTO,
 }
